@@ -2381,10 +2381,11 @@ class PlaneTable:
         strides: Sequence[int],
         sizes: Sequence[int],
         offsets: Sequence[int],
-        owner: object,
+        owner: object | None,
     ) -> None:
         """
-        ``offsets``: of the planes in a record, multiples of 8. ``owner`` keeps the memory alive.
+        ``offsets``: of the planes in a record, multiples of 8. ``owner`` keeps the memory alive; without
+        one the planes are only numbers, for ``plane_runs``.
         """
 
 class RecordTable:
@@ -2564,6 +2565,28 @@ def copy_planes(
     """
     Copy planes [first_plane, last_plane) of blocks between two caches with equal planes, without the
     GIL. Raises IndexError for a slot that a cache does not have.
+    """
+
+def plane_runs(
+    source: PlaneTable,
+    source_slots: Annotated[
+        NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    target: PlaneTable,
+    target_slots: Annotated[
+        NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    first_plane: int,
+    last_plane: int,
+) -> tuple[
+    Annotated[NDArray[numpy.uint64], dict(shape=(None,))],
+    Annotated[NDArray[numpy.uint64], dict(shape=(None,))],
+    Annotated[NDArray[numpy.uint64], dict(shape=(None,))],
+]:
+    """
+    Return the runs of a copy of planes [first_plane, last_plane) of blocks, plane by plane: where each
+    begins in the source and in the target, and its bytes. Pieces that adjoin on both sides are one run.
+    Accesses no memory, so the planes may be those of another process.
     """
 
 def sum_planes(

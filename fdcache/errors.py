@@ -212,7 +212,7 @@ class ProtocolError(ServiceError):
 
 
 class RefusedError(ServiceError):
-    """The service refused a request: ``code`` for programs, the message for people."""
+    """The service refuses a request, in its process and its client's: ``code`` for programs, the message for people."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)

@@ -240,7 +240,7 @@ class KVLayout:
             record_bytes=_align(end, RECORD_ALIGNMENT),
         )
 
-    @property
+    @cached_property
     def total_layers(self) -> int:
         """Number of main and draft layers."""
         return self.num_layers + self.num_draft_layers
@@ -272,7 +272,7 @@ class KVLayout:
         """Number of records that every page has."""
         return len(self.page_groups)
 
-    @property
+    @cached_property
     def num_states(self) -> int:
         """Number of records that a page with states has at its end."""
         return len(self.state_groups)
@@ -291,7 +291,7 @@ class KVLayout:
                 "in one group"
             )
 
-    @property
+    @cached_property
     def num_planes(self) -> int:
         """Number of planes of all layers."""
         return len(self.planes)

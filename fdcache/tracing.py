@@ -130,11 +130,6 @@ spans: Spans | None = None
 """None while no spans are recorded: all that a hot path looks at."""
 
 
-def id_for_spans(request_id: str) -> str:
-    """Return the id for those who record spans of a request in its place; empty if there are none."""
-    return "" if spans is None else request_id
-
-
 def follow(target: TraceTarget, service_name: str) -> None:
     """Record spans as the settings say. The first call of a process that asks for some decides.
 

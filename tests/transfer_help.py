@@ -153,14 +153,14 @@ class Instance:
     def start(self, request: Request) -> int:
         """Match and allocate a request; return the number of its cached tokens."""
         found = self.manager.match_prefix([request])[0]
-        assert self.manager.allocate_device_blocks([(request, request.num_tokens)])[0].ok
+        assert self.manager.allocate_device_blocks([(request, request.num_tokens)])[0].failure is None
         return found.num_cached_tokens
 
     def fetch(self, request: Request, source: PeerSource) -> int:
         """Match a request and allocate it with a fetch; return the number of blocks to come."""
         self.manager.match_prefix([request])
         count = self.handovers.fetch([(request, source)])[0]
-        assert self.manager.allocate_device_blocks([(request, request.num_tokens)])[0].ok
+        assert self.manager.allocate_device_blocks([(request, request.num_tokens)])[0].failure is None
         self.step()
         return count
 

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -60,9 +60,17 @@ class Trace:
             with self._lock:
                 self.entered.setdefault(str(path.relative_to(PACKAGE)), set()).add(frame.f_code.co_qualname)
 
+    def idle(self, seconds: float) -> set[str]:
+        """Return the modules that threads enter in some seconds without a request."""
+        self.entered.clear()
+        self.is_on = True
+        time.sleep(seconds)
+        self.is_on = False
+        return set(self.entered)
+
     @contextmanager
-    def of(self, name: str) -> Iterator[None]:
-        """Trace a block, and print the modules that it entered in their order."""
+    def of(self, name: str, idle: Collection[str] = ()) -> Iterator[None]:
+        """Trace a block, and print the modules that it entered in their order; those of ``idle`` are marked."""
         self.entered.clear()
         self.is_on = True
         sys.setprofile(self._profile)
@@ -73,8 +81,11 @@ class Trace:
             self.is_on = False
         functions = sum(map(len, self.entered.values()))
         print(f"{name}: {len(self.entered)} modules, {functions} functions")
+        if idle:
+            print(f"    {sum(each in idle for each in self.entered)} of them without a request, too: *")
         for module, names in self.entered.items():
-            print(f"    {module}: {', '.join(sorted(names)[:8])}{' ...' if len(names) > 8 else ''}")
+            mark, more = "*" if module in idle else "", " ..." if len(names) > 8 else ""
+            print(f"    {module}{mark}: {', '.join(sorted(names)[:8])}{more}")
 
 
 def prompt(first: int) -> list[int]:
@@ -217,7 +228,8 @@ def service(trace: Trace, folder: Path) -> None:
         serve(engines[1], "warm", 0)
         # The statistics for the next heartbeat, which comes once a second, are no part of a request.
         engines[1].manager.take_plans()
-        with trace.of("3 at a service, found there (the engine's and the service's threads)"):
+        idle = trace.idle(TICKS)
+        with trace.of("3 at a service, found there (the engine's and the service's threads)", idle):
             serve(engines[1], "again", 100)
 
 

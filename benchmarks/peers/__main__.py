@@ -43,6 +43,7 @@ from benchmarks.peers.rounds import (
 )
 from benchmarks.peers.scenarios import BLOCK
 from benchmarks.peers.traffic import record
+from fdcache._core import hash_backends
 from fdcache.errors import TraceError
 from fdcache.replay.trace import read_trace
 from fdcache.replay.workloads import WorkloadName, generate
@@ -227,12 +228,14 @@ def main(arguments: list[str] | None = None) -> int:
     versions = {peer.adapter: number for peer in peers if (number := version(peer))}
     if options.json:
         head = {"machine": machine(), "load": load, "date": date.today().isoformat(), "workload": workload}
+        head |= {"instructions": hash_backends()}
         ratios = [{**vars(aim), "is_met": aim.is_met} for aim in aims]
         rest = {"targets": ratios, "needs_a_gpu": NEEDS_A_GPU, "faults": wrong}
         print(json.dumps({**head, "versions": versions, **figures.as_json(), **rest}, indent=2))
     else:
         print(f"{machine()}, load {load:.1f}, {date.today().isoformat()}")
-        print(", ".join(["fdcache", *(f"{name} {number}" for name, number in versions.items())]))
+        ours = f"fdcache with {' or '.join(hash_backends())} for hashes"
+        print(", ".join([ours, *(f"{name} {number}" for name, number in versions.items())]))
         print(f"{workload}, blocks of {BLOCK} tokens, {IN_FLIGHT} in flight, {effort.replays} rounds\n")
         for text in tables(figures, aims):
             print(f"{text}\n")

@@ -23,11 +23,14 @@ from statistics import median
 from typing import Any
 
 from benchmarks.harness import machine
-from benchmarks.sglang.engines import COMPARED, ENGINES, NONE, SHAPES
+from benchmarks.sglang.engines import COMPARED, ENGINES, NONE, SERVED, SHAPES
 
 STEPS = ("cold", "device hit", "after flush", "after eviction")
 GAPS = ("beside", "quiet")
 MORE = ("later turns p50 p99", "token p50 p99 / quiet")
+
+_LAST = 10.0
+"""Seconds that an engine has to end by itself."""
 
 
 class Worker:
@@ -38,7 +41,7 @@ class Worker:
         self.lines: deque[dict[str, Any]] = deque()
         self._arrived = threading.Condition()
         self._log = (folder / f"{name}.log").open("w")
-        arguments = [name, options.shape, options.attention, str(folder), str(options.page)]
+        arguments = [name, options.shape, options.attention, str(folder), str(options.page), options.server]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.sglang.worker", *arguments],
             stdin=subprocess.PIPE,
@@ -79,12 +82,14 @@ class Worker:
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
 
-    def end(self) -> None:
-        """Wait for its end, or kill it and its children."""
+    def end(self, patience: float = 0) -> None:
+        """Wait so many seconds for its end, then kill it and its children; further calls do nothing."""
+        if self._log.closed:
+            return
         with contextlib.suppress(subprocess.TimeoutExpired, OSError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
-            self._process.wait(15)
+            self._process.wait(patience)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -105,6 +110,7 @@ def run(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                 with options.out.open("a") as file:
                     file.write(json.dumps(results[-1]) + "\n")
                 print(line(results[-1]), flush=True)
+                worker.end(0 if "failed" in results[-1] else _LAST)  # else it went on beside the next
         finally:
             for worker in workers:
                 worker.end()
@@ -164,6 +170,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--attention", default="fa3", help="attention backend of SGLang (%(default)s)")
     parser.add_argument("--page", type=int, default=0, help="tokens of a page (that of the shape)")
+    parser.add_argument("--server", default="", help=f"address of the service of {' and '.join(SERVED)}")
     parser.add_argument("--beside", type=int, default=3, help="engines of a group (%(default)s)")
     parser.add_argument("--limit", type=float, default=230, help="seconds of the whole run (%(default)s)")
     parser.add_argument(
@@ -171,6 +178,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("sglang.jsonl"))
     options = parser.parse_args(arguments)
+    if not options.server and set(options.engines) & set(SERVED):
+        parser.error("--server is missing: the address that `fdcache serve` prints")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engines end, too
     print(f"{machine()}; shape {options.shape}, prompts of {SHAPES[options.shape].prompt} tokens")
     print(f"{'TTFT, ms':16} " + " ".join(f"{step:>24}" for step in (*STEPS, *MORE)))
     with tempfile.TemporaryDirectory() as folder:

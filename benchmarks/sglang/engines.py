@@ -7,16 +7,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-NONE, HICACHE, HICACHE_FILE, STORAGE, LINKER, TIMED = (
+NONE, HICACHE, HICACHE_FILE, STORAGE, STORAGE_SERVED, LINKER, LINKER_SERVED, TIMED = (
     "none",
     "hicache",
     "hicache-file",
     "fdcache-storage",
+    "fdcache-storage-served",
     "fdcache-linker",
+    "fdcache-linker-served",
     "fdcache-linker-timed",
 )
 COMPARED = (NONE, LINKER, HICACHE, HICACHE_FILE, STORAGE)
-ENGINES = (*COMPARED, TIMED)
+SERVED = (STORAGE_SERVED, LINKER_SERVED)
+ENGINES = (*COMPARED, *SERVED, TIMED)
 GIB = 1 << 30
 
 
@@ -38,7 +41,7 @@ class Shape:
     host_gib: int = 8
     conversations: int = 6
     turns: int = 4
-    reply: int = 48
+    reply: int = 24
 
     def config(self) -> dict[str, Any]:
         """Return the contents of ``config.json``."""
@@ -103,8 +106,11 @@ def model_folder(name: str, folder: Path) -> Path:
     return path
 
 
-def arguments(engine: str, shape: Shape, model: Path, folder: Path, *, attention: str) -> dict[str, Any]:
-    """Return the arguments of an engine: all have the same but for what is below the device."""
+def arguments(engine: str, shape: Shape, model: Path, *, attention: str, server: str = "") -> dict[str, Any]:
+    """Return the arguments of an engine: all have the same but for what is below the device.
+
+    ``server``: the address of the service of those that are ``SERVED``.
+    """
     on_cpu = attention == "torch_native"
     common: dict[str, Any] = {
         "model_path": str(model),
@@ -128,23 +134,25 @@ def arguments(engine: str, shape: Shape, model: Path, folder: Path, *, attention
         "skip_server_warmup": True,
         **({"device": "cpu"} if on_cpu else {}),
     }
-    return common | _below(engine, shape, folder)
+    return common | _below(engine, shape, server)
 
 
-def _below(engine: str, shape: Shape, folder: Path) -> dict[str, Any]:
-    memory = f"{shape.host_gib}GiB"
+def _below(engine: str, shape: Shape, server: str) -> dict[str, Any]:
+    memory = (
+        {"FDCACHE_SERVER": server} if engine in SERVED else {"FDCACHE_HOST_MEMORY": f"{shape.host_gib}GiB"}
+    )
     if engine == NONE:
         return {}
-    if engine in (LINKER, TIMED):
+    if engine in (LINKER, LINKER_SERVED, TIMED):
         own = ("FdcacheLinker", "fdcache.integrations.sglang.linker")
-        linker, module = own if engine == LINKER else ("TimedLinker", "benchmarks.sglang.timed")
+        linker, module = own if engine != TIMED else ("TimedLinker", "benchmarks.sglang.timed")
         return {
             "enable_unified_cache_external_linker": True,
             "unified_cache_external_linker_backend": "dynamic",
             "unified_cache_external_linker_config": {
                 "linker": linker,
                 "linker_module_path": module,
-                "linker_extra_config": {"FDCACHE_HOST_MEMORY": memory},
+                "linker_extra_config": memory,
             },
         }
     hicache: dict[str, Any] = {
@@ -165,9 +173,8 @@ def _below(engine: str, shape: Shape, folder: Path) -> dict[str, Any]:
         "class_name": "FdcacheStorage",
         "interface_v1": 1,
         "hicache_storage_pass_prefix_keys": True,
-        "FDCACHE_HOST_MEMORY": memory,
     }
     return hicache | {
         "hicache_storage_backend": "dynamic",
-        "hicache_storage_backend_extra_config": json.dumps(extra),
+        "hicache_storage_backend_extra_config": json.dumps(extra | memory),
     }

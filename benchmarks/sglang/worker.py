@@ -1,6 +1,6 @@
 """One engine in a process of its own: it starts, says so, and measures when it is told to.
 
-    python -m benchmarks.sglang.worker ENGINE SHAPE ATTENTION FOLDER [PAGE]
+    python -m benchmarks.sglang.worker ENGINE SHAPE ATTENTION FOLDER PAGE SERVER
 
 Prints a line of JSON once it has started, and after a line on standard input one with its figures of each part; the
 last one ``is_whole``.
@@ -22,7 +22,7 @@ from benchmarks.sglang.traffic import beside, converse
 
 REPEATS = 5
 OTHERS = 4
-ROUNDS = 4
+ROUNDS = 3
 NEW_TOKENS = 8
 
 
@@ -99,7 +99,7 @@ def measure(engine: Any, name: str, shape_name: str) -> Iterator[dict[str, Any]]
     yield {"beside": beside(engine, shape, prompts[: 1 + OTHERS if name != NONE else 1])}
 
 
-def main(name: str, shape: str, attention: str, folder: Path, page: int = 0) -> None:
+def main(name: str, shape: str, attention: str, folder: Path, page: int, server: str) -> None:
     """Run one engine."""
     if name == HICACHE_FILE:
         os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(folder / "hicache-files")
@@ -114,7 +114,8 @@ def main(name: str, shape: str, attention: str, folder: Path, page: int = 0) -> 
 
     began = time.perf_counter()
     model = model_folder(shape, folder)
-    engine = Engine(**arguments(name, shape_of(shape, page), model, folder, attention=attention))
+    chosen = arguments(name, shape_of(shape, page), model, attention=attention, server=server)
+    engine = Engine(**chosen)
     try:
         _tell({"engine": name, "start_s": round(time.perf_counter() - began, 1)})
         if sys.stdin.readline():
@@ -134,4 +135,4 @@ def _tell(what: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4]), *map(int, sys.argv[5:]))
+    main(sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4]), int(sys.argv[5]), sys.argv[6])

@@ -26,7 +26,7 @@ from benchmarks.harness import machine
 from benchmarks.vllm import engines, report
 from benchmarks.vllm.agents import Play, find_trace
 from benchmarks.vllm.comparisons import compare_tokens
-from benchmarks.vllm.engines import BESIDE, GIB, NONE, RESTARTED, Places, StartError
+from benchmarks.vllm.engines import BESIDE, CONTROLS, GIB, NONE, RESTARTED, Places, StartError
 from benchmarks.vllm.meeting import Meeting
 from benchmarks.vllm.processes import ROOT, CutError, JobError, Process, Processes, variables
 from benchmarks.vllm.shapes import LOADS, SHAPES, Shape, model_folder
@@ -203,9 +203,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    names = (*BESIDE, *RESTARTED)
+    names = (*BESIDE, *RESTARTED, *CONTROLS)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
-    parser.add_argument("--engines", nargs="+", choices=names, help="default: all that can run")
+    parser.add_argument(
+        "--engines", nargs="+", choices=names, help="default: all that can run, without controls"
+    )
     parser.add_argument("--shape", nargs="+", choices=SHAPES, help="default: 8b 70b-tp8; tiny on a CPU")
     parser.add_argument("--scale", choices=LOADS, help="how much is asked; default full, small on a CPU")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -299,7 +301,7 @@ def measure(run: Run, names: Sequence[str]) -> None:
     """Do the parts of a run; raise ``CutError`` if the time is over."""
     options = run.options
     parts = [part for part in LOADED if part in options.parts]
-    chosen = [name for name in names if name in BESIDE]
+    chosen = [name for name in names if name not in RESTARTED]
     for shape in map(SHAPES.__getitem__, options.shape):
         if parts:
             run.link(shape)
@@ -371,10 +373,11 @@ def main(arguments: list[str] | None = None) -> int:
                 f"{options.python}: {needs[NONE]}; name an interpreter with vLLM in --python", file=sys.stderr
             )
             return 2
-        names = [name for name in options.engines or needs if not needs[name]]
+        wanted = options.engines or (*BESIDE, *RESTARTED)
+        names = [name for name in wanted if not needs[name]]
         run = Run(options, processes, places)
         run.add({"part": "machine", "machine": machine(), "date": f"{datetime.now():%Y-%m-%d %H:%M}"})
-        for name in options.engines or needs:
+        for name in wanted:
             if needs[name]:
                 run.add({"engine": name, "part": "skipped", "why": needs[name]})
         try:

@@ -19,6 +19,16 @@ FAULTY = {"fdcache-failing": "FailingConnector", "fdcache-spoiling": "SpoilingCo
 """Engines with a fault on purpose."""
 GIB = 1 << 30
 
+LEAST = "least"
+_DMA = {"FDCACHE_SWAP_METHOD": "dma"}
+CONTROLS = {
+    LEAST: {},
+    f"{LEAST}-dma": _DMA,
+    f"{OURS}-dma": _DMA,
+    f"{OURS}-kernel": {"FDCACHE_SWAP_METHOD": "kernel", "FDCACHE_SWAP_SM_BUDGET": "2"},
+}
+"""Engines that tell what costs what, with their settings: the least that a connector can do, and other ways to copy."""
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -65,7 +75,9 @@ def make(name: str, places: Places, *, has_states: bool = False) -> Engine:
     module, connector = "fdcache.integrations.vllm", "FdcacheConnector"
     if has_states:
         module, connector = "benchmarks.vllm.grouped", "GroupedConnector"
-    own = {"FDCACHE_HOST_MEMORY": str(places.host_bytes)}
+    own = {"FDCACHE_HOST_MEMORY": str(places.host_bytes), **CONTROLS.get(name, {})}
+    if name.startswith(LEAST):
+        return _fdcache(name, places, "benchmarks.vllm.least", "LeastConnector", **own)
     if name == "fdcache-service":
         return _fdcache(name, places, module, connector, FDCACHE_SERVER=places.address)
     if name == "fdcache-storage":
@@ -91,6 +103,7 @@ def _other(name: str, places: Places) -> Engine:
             "LMCACHE_LOCAL_CPU": "True",
             "LMCACHE_MAX_LOCAL_CPU_SIZE": f"{places.host_bytes / GIB:g}",
             "LMCACHE_CHUNK_SIZE": "256",
+            "LMCACHE_TRACK_USAGE": "false",
         }
         return Engine(name, {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}, environment)
     if name.startswith("simple"):
@@ -114,7 +127,7 @@ RESTARTED = ("tiering", "fdcache-storage")
 def needs(name: str) -> str | None:
     """Return why an engine cannot run with the packages of this interpreter, None if it can."""
     package = {"lmcache": "lmcache", NONE: "vllm"}.get(name)
-    if name.startswith(OURS):
+    if name.startswith((OURS, LEAST)):
         package = "fdcache.integrations.vllm"
     if package is None:
         return None
@@ -151,7 +164,7 @@ def probe(
 
 def all_needs() -> dict[str, str | None]:
     """Return what every engine needs and is not there."""
-    return {name: needs(name) for name in (*BESIDE, *RESTARTED)}
+    return {name: needs(name) for name in (*BESIDE, *RESTARTED, *CONTROLS)}
 
 
 def arguments(

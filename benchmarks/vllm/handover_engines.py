@@ -1,4 +1,6 @@
-"""Prefill and decode in engines without HTTP, on a GPU each: ``python -m benchmarks.vllm.handover --device cuda``.
+"""Prefill and decode in engines without HTTP, on GPUs: ``python -m benchmarks.vllm.handover --device cuda``.
+
+Prefill is on the first GPU and decode on the second, or both on one if there is no other.
 
 Each engine is a process that answers orders (``benchmarks.vllm.worker``); the parameters of vLLM's protocol go from one
 to the other as a router passes them on. Prompts are one token longer than whole blocks: decode computes that token,
@@ -22,7 +24,8 @@ from benchmarks.vllm import engines
 from benchmarks.vllm.processes import Process, Processes, variables
 from benchmarks.vllm.shapes import BLOCK, SHAPES, Shape, model_folder
 from benchmarks.vllm.worker import Job
-from fdcache.integrations.vllm.handover import ASKED_OF_PREFILL
+from fdcache.devices.topology import visible_gpus
+from fdcache.integrations.vllm.handover import ADDRESSES, ASKED_OF_PREFILL, TRANSFER_ID
 from tests.vllm.served import free_port
 
 NIXL = "NixlConnector"
@@ -35,10 +38,11 @@ ROOM = re.compile(r"host memory has room for ([\d,]+) tokens")
 
 
 class Engines:
-    """Starts engines of one shape; ``gpus``: that of prefill and of decode, None on a CPU."""
+    """Starts engines of one shape."""
 
     def __init__(self, processes: Processes, shape: Shape, device: str, stack: ExitStack) -> None:
         self._processes, self._shape, self._stack, self._device = processes, shape, stack, device
+        self._decode_gpu = min(len(visible_gpus()) - 1, 1) if device == "cuda" else 0
         self._model = model_folder(shape, processes.folder)
 
     def start(self, name: str, connector: dict[str, Any] | None, *gpus: int, **settings: str) -> Process:
@@ -61,10 +65,14 @@ class Engines:
         name = f"{self._shape.name}-ranks"
         return {count: self.start(f"{name}-{count}", config, *range(count), **settings) for count in (1, 2)}
 
+    def alone(self) -> Process:
+        """Start an engine without a connector beside decode."""
+        return self.start("alone", None, self._decode_gpu)
+
     def pair(self, connector: str) -> Pair:
-        """Start prefill on the first GPU and decode on the second."""
+        """Start prefill on the first GPU and decode on the second, or on the only one."""
         made = []
-        for gpu, role in enumerate(("kv_producer", "kv_consumer")):
+        for gpu, role in ((0, "kv_producer"), (self._decode_gpu, "kv_consumer")):
             if connector == NIXL:
                 config = {
                     "kv_connector": NIXL,
@@ -101,9 +109,21 @@ def answer(process: Process, prompt: Sequence[int], replies: int, transfer: obje
     return found
 
 
+def answers_at_once(pair: Pair, prompt: Sequence[int], name: str, addresses: Sequence[str]) -> dict[str, Any]:
+    """Ask prefill and decode at once, as a router may; return decode's answer, whose seconds are those through both."""
+    asked = {**ASKED_OF_PREFILL, TRANSFER_ID: name}
+    pair.prefill.begin({"answer": {"prompt": list(prompt), "replies": 1, "transfer": asked}})
+    told = {"do_remote_prefill": True, TRANSFER_ID: name, ADDRESSES: list(addresses)}
+    found = answer(pair.decode, prompt, _REPLIES, told)
+    for _ in pair.prefill.results():
+        pass
+    return found
+
+
 def rounds_of(pair: Pair, alone: Process, prompts: Callable[[], list[int]], rounds: int) -> dict[str, Any]:
     """Return the median milliseconds of a pair for prompts of one length, and how many answers were wrong."""
     taken: dict[str, list[float]] = {"prefill": [], "handed over": [], "cached": [], "computed": []}
+    at_once: list[float] = []
     wrong = 0
     for number in range(-_ROUNDS_AHEAD, rounds):  # the first connects the engines, and is not counted
         prompt = prompts()
@@ -113,6 +133,12 @@ def rounds_of(pair: Pair, alone: Process, prompts: Callable[[], list[int]], roun
         computed = answer(pair.decode, prompts(), 1)
         answer(alone, prompt, 1)
         wrong += handed["tokens"] != answer(alone, prompt, _REPLIES)["tokens"] or first["transfer"] is None
+        if pair.connector != NIXL:
+            prompt = prompts()
+            both = answers_at_once(pair, prompt, f"at-once-{number}", first["transfer"][ADDRESSES])
+            answer(alone, prompt, 1)
+            wrong += both["tokens"] != answer(alone, prompt, _REPLIES)["tokens"]
+            at_once += [both["ttft_ms"]] * (number >= 0)
         if number >= 0:
             for name, found in zip(taken, (first, handed, cached, computed), strict=True):
                 taken[name].append(found["ttft_ms"])
@@ -124,6 +150,7 @@ def rounds_of(pair: Pair, alone: Process, prompts: Callable[[], list[int]], roun
         "in its own cache, ms": f"{median['cached']:.1f}",
         "added, ms": f"{median['handed over'] - median['cached']:.1f}",
         "TTFT through both, ms": f"{median['prefill'] + median['handed over']:.1f}",
+        "asked at once, ms": f"{statistics.median(at_once):.1f}" if at_once else "-",
         "wrong": wrong,
     }
 
@@ -132,7 +159,7 @@ def measure_pairs(
     started: Engines, shape: Shape, connectors: Sequence[str], lengths: Sequence[int], rounds: int
 ) -> tuple[Table, int]:
     """Return the times by connector and length, and how many answers were wrong."""
-    alone = started.start("alone", None, 1)
+    alone = started.alone()
     pairs = [started.pair(each) for each in connectors]
     for process in (alone, *(each for pair in pairs for each in (pair.prefill, pair.decode))):
         ready(process)

@@ -181,8 +181,10 @@ void bind_tables(nb::module_ &module) {
                const std::vector<std::size_t> &offsets, nb::object owner) {
                 new (self) BoundPlanes(make_planes(addresses, strides, sizes, offsets, std::move(owner)));
             },
-            "addresses"_a, "strides"_a, "sizes"_a, "offsets"_a, "owner"_a,
-            "``offsets``: of the planes in a record, multiples of 8. ``owner`` keeps the memory alive.");
+            "addresses"_a, "strides"_a, "sizes"_a, "offsets"_a, "owner"_a.none(),
+            "``offsets``: of the planes in a record, multiples of 8. ``owner`` keeps the memory alive; "
+            "without\n"
+            "one the planes are only numbers, for ``plane_runs``.");
     nb::class_<BoundRecords>(module, "RecordTable",
                              "Records in extents of equal size, and their slot headers.")
         .def(

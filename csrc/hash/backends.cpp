@@ -49,6 +49,12 @@ FDCACHE_INLINE void digest_before_links(const Messages &messages, Digest *out, c
     sha256::link_portable(links);
 }
 
+#if defined(FDCACHE_NO_AVX512)
+constexpr bool kMayUseAvx512 = false;
+#else
+constexpr bool kMayUseAvx512 = true;
+#endif
+
 #define FDCACHE_AVX2 "avx2"
 #define FDCACHE_AVX512 "avx2,avx512f,avx512vl"
 #define FDCACHE_SHA "ssse3,sse4.1,sha"
@@ -109,7 +115,8 @@ std::vector<HashBackend> find_backends() {
     std::vector<HashBackend> found;
 #if defined(__x86_64__)
     const bool sha = has_sha_instructions(), avx2 = __builtin_cpu_supports("avx2");
-    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl");
+    const bool avx512 =
+        kMayUseAvx512 && avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl");
     if (avx512 && sha) found.push_back({"avx512+sha", 8, digest_avx512_sha, link_sha});
     if (avx2 && sha) found.push_back({"avx2+sha", 8, digest_avx2_sha, link_sha});
     if (avx512) found.push_back({"avx512", 8, digest_avx512, sha256::link_portable});

@@ -183,7 +183,7 @@ class PlanSubmission:
             reports = self.in_flight.take_ended()
             if reports and self.launcher is not None:
                 self.launcher.retire()
-            if reports and (self.launcher is None or self.queue.keeps_reads):
+            if reports and (self.queue.has_copies if self.launcher is None else self.queue.keeps_reads):
                 self.queue.retire()
             return self.shares.take_whole(reports) if self.shares.divides else reports
 

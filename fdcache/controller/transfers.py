@@ -148,6 +148,8 @@ class TransferQueue:
         self._backups = Lane(device, self._groups, background=True)
         self._reads = DeviceReads(executions)
         self._nothing = LaunchedLayers([None] * self._groups.num_layers)
+        self.has_copies = False
+        """True once copies were enqueued here."""
 
     def launch(
         self,
@@ -240,6 +242,7 @@ class TransferQueue:
 
         A transfer that cannot be enqueued fails by itself: others may be in flight, so nothing is raised.
         """
+        self.has_copies = self.has_copies or bool(transfers)
         parts = [transfers.get(swap.purpose) or Transfer.failed(swap, None) for swap in plan.swaps()]
         after: tuple[Event, ...] = () if computed is None else (computed,)
         reads = self._reads.pending(plan.after)

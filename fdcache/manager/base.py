@@ -21,9 +21,8 @@ from fdcache.layout import KVLayout
 from fdcache.machine.calibration import calibrated_link
 from fdcache.manager import story
 from fdcache.manager.cost import NO_PRIORS, Priors
-from fdcache.manager.deletions import Deletions
 from fdcache.manager.load_choices import LoadChoices
-from fdcache.manager.plans import Plans
+from fdcache.manager.plans import Deletions, Plans
 from fdcache.manager.requests import Request
 from fdcache.manager.results import LoadOutcome
 from fdcache.manager.tier_views import RequestT_contra, TierViews

@@ -84,20 +84,9 @@ OffloadRequest = Request | KeyedRequest
 """A request of an ``OffloadManager``."""
 
 
-def require_request(request: object) -> None:
-    """Raise ``RequestStateError`` for anything but a request."""
-    if not isinstance(request, (Request, KeyedRequest)):
-        raise RequestStateError(f"request has to be a Request or KeyedRequest, got {type(request).__name__}")
-
-
-def matchable_hashes(request: OffloadRequest, block_size: int, *, whole_prompt: bool) -> HashArray:
-    """Return the hashes of the blocks that a match may find: not that of the last token unless ``whole_prompt``."""
-    if isinstance(request, KeyedRequest):
-        return request.block_hashes
-    most = request.num_tokens - (not whole_prompt)
-    if request.max_cached_tokens is not None:
-        most = min(most, request.max_cached_tokens)
-    return request.block_hashes[: max(most, 0) // block_size]
+def not_a_request(value: object) -> RequestStateError:
+    """Return the error for anything but a request."""
+    return RequestStateError(f"request has to be a Request or KeyedRequest, got {type(value).__name__}")
 
 
 def checked_keys(keys: Any) -> HashArray:

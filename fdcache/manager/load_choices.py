@@ -221,7 +221,7 @@ class LoadChoices:
 
     def seconds_to_compute(self, cached_tokens: int, num_tokens: int) -> float | None:
         """Return the expected seconds of computing a request beyond its first ``cached_tokens``; None if unknown."""
-        if not (self._is_auto and self.model.prefill.is_known):
+        if not (self._is_told and self.model.prefill.is_known):
             return None
         return float(self.model.prefill.seconds(float(cached_tokens), num_tokens))
 

@@ -1,4 +1,4 @@
-"""OffloadLookups: what the tiers below an engine's own device cache have for its requests, and its pins on them."""
+"""OffloadLookups: what the tiers below an engine's own device cache have for its requests, pinned and loaded."""
 
 from __future__ import annotations
 
@@ -8,24 +8,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fdcache.manager import story
-from fdcache.manager.base import TierManager, requests_of
+from fdcache.manager.base import requests_of
 from fdcache.manager.hooks import OffloadHooks
 from fdcache.manager.keyed import OffloadRequest
-from fdcache.manager.loads import count_of
-from fdcache.manager.offloaded import OffloadedRequests
+from fdcache.manager.loads import count_of, device_ids_of
+from fdcache.manager.offers import OffloadOffers
 from fdcache.manager.results import OffloadMatch
 from fdcache.manager.states import is_there
-from fdcache.metadata import HashArray
+from fdcache.metadata import NO_BLOCK, HashArray, Int32Array
 from fdcache.plans.ledger import NO_BLOCKS, Blocks
-from fdcache.tiers.host import HostTier
 from fdcache.tiers.pool import READY
 
 
-class OffloadLookups(TierManager[OffloadRequest]):
-    """The look-ups of an ``OffloadManager``, from the arrival of requests to what ``match`` has pinned."""
+class OffloadLookups(OffloadOffers):
+    """The way in of an ``OffloadManager``: from the arrival of requests to the loads of what ``match`` has pinned."""
 
-    _requests: OffloadedRequests
-    _host: HostTier
     _hooks: OffloadHooks | None
 
     def begin(self, requests: Iterable[OffloadRequest], *, whole_prompt: bool = False) -> None:
@@ -158,3 +155,63 @@ class OffloadLookups(TierManager[OffloadRequest]):
                     self._requests.unpin(tracked)
                 if self._hooks is not None:
                     self._hooks.unwanted(request)
+
+    def load(self, request: OffloadRequest, device_ids: Int32Array) -> int:
+        """Plan to load the blocks found, or the first of them, into these device blocks; return how many.
+
+        Until the next ``take_plans`` the load can be withdrawn by ``cancel_load``.
+
+        With groups of layers ``device_ids`` has for each page the device blocks of its records, in the order of the
+        layout's ``page_groups``; ``NO_BLOCK`` stands for a block that the engine does not need. With states it has
+        the blocks of all pages found, then one for each of ``state_groups``: fewer load nothing. States that each rank
+        has of its own lie in the same device block on all.
+
+        The device blocks count as given away, as by ``evicted``. The load ends with a ``LoadOutcome`` of ``apply`` or
+        ``expire``. Return 0 if nothing was found, or it was unpinned since by ``expire``, a reset or the end of the
+        session at a service: nothing will be loaded then. Raises ``PlanError`` for ids of no device block, or that are
+        listed twice.
+        """
+        ids = device_ids_of(
+            device_ids, with_none=bool(self.layout.groups), distinct=not self._owners.are_apart
+        )
+        if self._owners.are_apart:
+            ids = device_ids_of(self._owners.path(ids), with_none=True, distinct=True)
+        with self._lock:
+            self._set_time()
+            tracked = self._requests.get(request)
+            ids = self._requests.loadable(tracked, ids)
+            wanted = ids[ids != NO_BLOCK] if self.layout.groups else ids
+            if tracked is not None and len(ids):
+                tracked.count_lookup(self._counters, self.layout)
+            has_load = tracked is not None and len(wanted) > 0
+            if tracked is not None and has_load:
+                self._give_away(self._owners.every(self._owners.blocks(wanted)))
+                planned = self._requests.load(tracked, ids, self._plans.open)
+                if story.audience.listens:
+                    story.load_planned(request.request_id, planned)
+                self._has_planned = True
+            if not has_load or self._hooks is not None:
+                self.unmatch([request])
+            return len(ids) if len(wanted) else 0
+
+    def cancel_load(self, request: OffloadRequest) -> bool:
+        """Withdraw the load that is planned for a request, as when it is not scheduled after all.
+
+        True: nothing is copied, no ``LoadOutcome`` follows, and the device blocks are free for others in the same step.
+        The request has what it had after ``unmatch``. False if no load is planned, or ``take_plans`` has returned it:
+        then it ends with its outcome, and its device blocks stay in use until then.
+        """
+        with self._lock:
+            tracked = self._requests.get(request)
+            if tracked is None or not self._requests.withdraw(tracked, self._plans.open, self._plans.ahead):
+                return False
+            story.load_withdrawn(request.request_id)
+            return True
+
+    def loads_of(self, plan_id: int) -> dict[tuple[str, int], bool]:
+        """Return (request id, number) of the loads whose blocks a plan in flight loads; True if these are their last.
+
+        So a rank can tell by itself when all plans of a load have ended.
+        """
+        with self._lock:
+            return self._requests.loads.loads_of(plan_id)

@@ -8,18 +8,19 @@ import msgspec
 import numpy as np
 
 from fdcache._core import DeviceContents, DevicePath, HostIndex
+from fdcache.block_owners import BlockOwners
 from fdcache.errors import PlanError
 from fdcache.groups import is_spaced, state_keys
 from fdcache.layout import KVLayout
+from fdcache.manager.base import TierManager
 from fdcache.manager.copy_out import CopyOut
 from fdcache.manager.keyed import KeyedRequest, OffloadRequest
-from fdcache.manager.loads import device_ids_of
+from fdcache.manager.loads import Tracked, count_of, device_ids_of, table_of
 from fdcache.manager.offloaded import OffloadedRequests
-from fdcache.manager.tracked import Tracked
-from fdcache.metadata import Int32Array
+from fdcache.metadata import NO_BLOCK, HashArray, Int32Array
 from fdcache.plans.ledger import ROOT
-from fdcache.settings.cache import StatePositions
-from fdcache.tiers.host import HostService, HostTier
+from fdcache.settings.cache import StatePositions, WritePolicy
+from fdcache.tiers.host import HostService, HostTier, PathNote
 from fdcache.tiers.pool import READY
 from fdcache.tiers.statistics import Counters
 
@@ -264,3 +265,113 @@ class Offers:
 def _own(service: HostService, tracked: Tracked, path: DevicePath) -> None:
     if tracked.request.tenant is not None and (root := path.root) is not None:
         service.own(root, tracked.request.tenant)
+
+
+class OffloadOffers(TierManager[OffloadRequest]):
+    """The way out of an ``OffloadManager``: what the engine shows of its device blocks, and when it gives them away."""
+
+    _requests: OffloadedRequests
+    _host: HostTier
+    _contents: DeviceContents
+    _copies: CopyOut
+    _owners: BlockOwners
+    _offers: Offers
+    _has_planned: bool
+
+    @property
+    def store_room(self) -> int:
+        """Most blocks that plans may copy to the host tier now; a service grants slots in the background."""
+        return self._host.index.room
+
+    @property
+    def has_queued_copies(self) -> bool:
+        """True if the next plan may have copies of blocks that were offered."""
+        with self._lock:
+            return self._contents.has_offers or self._copies.has_queue
+
+    def offer(
+        self, request: OffloadRequest, num_tokens: int, device_ids: Int32Array, *, tells_end: bool = False
+    ) -> int:
+        """Offer the whole blocks of the first ``num_tokens`` tokens of a request, which lie in ``device_ids``.
+
+        Call it after ``take_plans`` of the step that computes the last of them, or any time later, with the request's
+        block table: the next plan may copy them. Repeated offers extend the first; one with nothing new is cheap. With
+        groups of layers the table is that of the pages, as for ``load``, with ``NO_BLOCK`` for blocks that the engine
+        has given up: a page is stored if the host tier has those already. Raises ``PlanError`` for ids of no device
+        block.
+
+        ``tells_end``: return the number by which ``take_offer_ends`` tells what became of the blocks that are new in
+        this offer; else 0. The engine keeps those blocks until then.
+        """
+        num_tokens = count_of("num_tokens", num_tokens)
+        table = self._owners.shared(table_of(device_ids))
+        with self._lock:
+            offered = self._offers.offer(self._requests.track(request), num_tokens, table)
+            if offered is not None:
+                self._describe([request])
+            return self._offers.number(offered) if tells_end else 0
+
+    def describe(self, keys: HashArray, tokens: Int32Array, parent: bytes, note: PathNote) -> None:
+        """Tell a service that asks for it the tokens of blocks with keys of the engine, so that it can tell routers.
+
+        ``parent``: the key of the block before them, empty for the beginning of a prompt.
+        """
+        with self._lock:
+            if self._service is not None and self._service.notes.is_wanted:
+                self._service.notes.describe_path(keys.tobytes(), tokens.tobytes(), parent, note)
+
+    def take_offer_ends(self) -> list[OfferEnd]:
+        """Return the ends of offers that were asked for, in the order of the offers: one that goes on holds up others.
+
+        A block ends when it is in the host tier, is found to be there, or is dropped. Without a service that can be
+        reached the offers end, and what was offered has to be forgotten.
+        """
+        with self._lock:
+            return self._offers.take_ends(self._copies)
+
+    def offer_states(
+        self, request: OffloadRequest, num_tokens: int, device_ids: Int32Array, above: int = NO_BLOCK
+    ) -> None:
+        """Offer the states after the first ``num_tokens`` tokens, one device block for each of ``state_groups``.
+
+        Call it once these tokens are offered, as often as you like: those at the end of the prompt and at growing
+        distances are stored, and the last ones when the request ends (``settings.state_positions``). ``above``: the
+        device block of the last record of their pages, without which the states are stored only if the host tier has
+        that record already. States in the middle of a page, and those of a layout without states, are of no use.
+        Raises ``PlanError`` for ids of no device block, or another number of them.
+        """
+        num_tokens, ids = count_of("num_tokens", num_tokens), self._owners.path(device_ids_of(device_ids))
+        above = int(self._owners.shared(np.array([above], np.int32))[0])
+        with self._lock:
+            self._offers.offer_states(self._requests.track(request), num_tokens, ids, above)
+
+    def evicted(self, device_ids: Int32Array) -> None:
+        """Take the device blocks that get another content in the step whose plans are taken next.
+
+        Wanted blocks in them are copied out first, and copies of them in flight are waited for by that step. Call it
+        for every block that the step gives to a request, before ``take_plans``.
+        """
+        ids = self._owners.every(device_ids_of(device_ids))
+        with self._lock:
+            self._give_away(ids)
+
+    def forget(self, device_ids: Int32Array) -> None:
+        """Forget what was offered in these device blocks: it has gone, or is not wanted below."""
+        ids = self._owners.every(device_ids_of(device_ids))
+        with self._lock:
+            self._offers.states.given_away(ids)
+            self._contents.forget(ids)
+
+    def next_evicted(self, device_ids: Int32Array) -> None:
+        """Take the device blocks that the engine gives away next, coldest first: write_back keeps them clean."""
+        ids = self._owners.every(device_ids_of(device_ids))
+        if self.settings.write_policy is not WritePolicy.WRITE_BACK:
+            return
+        with self._lock:
+            self._contents.next_evicted(ids)
+            self._must_look = True
+
+    def _give_away(self, ids: Int32Array) -> None:
+        self._offers.states.given_away(ids)
+        if self._copies.give_away(ids, self._contents, self._plans.open, self._plans.ledger):
+            self._has_planned = True

@@ -6,25 +6,21 @@ from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
 from uuid import uuid4
 
-import numpy as np
-
 from fdcache._core import DeviceContents, Loads
 from fdcache.block_owners import BlockOwners
 from fdcache.errors import ConfigurationError
 from fdcache.hints import Hint, HintOutcome
 from fdcache.layout import KVLayout
-from fdcache.manager import story
 from fdcache.manager.hooks import OffloadHooks, OffloadParts
 from fdcache.manager.keyed import OffloadRequest
-from fdcache.manager.loads import count_of, device_ids_of, table_of
 from fdcache.manager.lookups import OffloadLookups
-from fdcache.manager.offers import OfferEnd, Offers
+from fdcache.manager.offers import Offers
 from fdcache.manager.offloaded import OffloadedRequests
 from fdcache.manager.results import LoadOutcome
-from fdcache.metadata import NO_BLOCK, HashArray, Int32Array, TransferPlan
+from fdcache.metadata import TransferPlan
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, WritePolicy
-from fdcache.tiers.host import Deleted, PathNote
+from fdcache.tiers.host import Deleted
 from fdcache.tiers.statistics import TierUsage
 
 
@@ -123,165 +119,15 @@ class OffloadManager(OffloadLookups):
         self._must_look = True
 
     @property
-    def store_room(self) -> int:
-        """Most blocks that plans may copy to the host tier now; a service grants slots in the background."""
-        return self._host.index.room
-
-    @property
     def decides_loads(self) -> bool:
         """True if ``observe_prefill`` has a use: loads are compared with computing."""
         return self._choices.is_auto
-
-    @property
-    def has_queued_copies(self) -> bool:
-        """True if the next plan may have copies of blocks that were offered."""
-        with self._lock:
-            return self._contents.has_offers or self._copies.has_queue
-
-    def load(self, request: OffloadRequest, device_ids: Int32Array) -> int:
-        """Plan to load the blocks found, or the first of them, into these device blocks; return how many.
-
-        Until the next ``take_plans`` the load can be withdrawn by ``cancel_load``.
-
-        With groups of layers ``device_ids`` has for each page the device blocks of its records, in the order of the
-        layout's ``page_groups``; ``NO_BLOCK`` stands for a block that the engine does not need. With states it has
-        the blocks of all pages found, then one for each of ``state_groups``: fewer load nothing. States that each rank
-        has of its own lie in the same device block on all.
-
-        The device blocks count as given away, as by ``evicted``. The load ends with a ``LoadOutcome`` of ``apply`` or
-        ``expire``. Return 0 if nothing was found, or it was unpinned since by ``expire``, a reset or the end of the
-        session at a service: nothing will be loaded then. Raises ``PlanError`` for ids of no device block, or that are
-        listed twice.
-        """
-        ids = device_ids_of(
-            device_ids, with_none=bool(self.layout.groups), distinct=not self._owners.are_apart
-        )
-        if self._owners.are_apart:
-            ids = device_ids_of(self._owners.path(ids), with_none=True, distinct=True)
-        with self._lock:
-            self._set_time()
-            tracked = self._requests.get(request)
-            ids = self._requests.loadable(tracked, ids)
-            wanted = ids[ids != NO_BLOCK] if self.layout.groups else ids
-            if tracked is not None and len(ids):
-                tracked.count_lookup(self._counters, self.layout)
-            has_load = tracked is not None and len(wanted) > 0
-            if tracked is not None and has_load:
-                self._give_away(self._owners.every(self._owners.blocks(wanted)))
-                planned = self._requests.load(tracked, ids, self._plans.open)
-                if story.audience.listens:
-                    story.load_planned(request.request_id, planned)
-                self._has_planned = True
-            if not has_load or self._hooks is not None:
-                self.unmatch([request])
-            return len(ids) if len(wanted) else 0
-
-    def cancel_load(self, request: OffloadRequest) -> bool:
-        """Withdraw the load that is planned for a request, as when it is not scheduled after all.
-
-        True: nothing is copied, no ``LoadOutcome`` follows, and the device blocks are free for others in the same step.
-        The request has what it had after ``unmatch``. False if no load is planned, or ``take_plans`` has returned it:
-        then it ends with its outcome, and its device blocks stay in use until then.
-        """
-        with self._lock:
-            tracked = self._requests.get(request)
-            if tracked is None or not self._requests.withdraw(tracked, self._plans.open, self._plans.ahead):
-                return False
-            story.load_withdrawn(request.request_id)
-            return True
-
-    def offer(
-        self, request: OffloadRequest, num_tokens: int, device_ids: Int32Array, *, tells_end: bool = False
-    ) -> int:
-        """Offer the whole blocks of the first ``num_tokens`` tokens of a request, which lie in ``device_ids``.
-
-        Call it after ``take_plans`` of the step that computes the last of them, or any time later, with the request's
-        block table: the next plan may copy them. Repeated offers extend the first; one with nothing new is cheap. With
-        groups of layers the table is that of the pages, as for ``load``, with ``NO_BLOCK`` for blocks that the engine
-        has given up: a page is stored if the host tier has those already. Raises ``PlanError`` for ids of no device
-        block.
-
-        ``tells_end``: return the number by which ``take_offer_ends`` tells what became of the blocks that are new in
-        this offer; else 0. The engine keeps those blocks until then.
-        """
-        num_tokens = count_of("num_tokens", num_tokens)
-        table = self._owners.shared(table_of(device_ids))
-        with self._lock:
-            offered = self._offers.offer(self._requests.track(request), num_tokens, table)
-            if offered is not None:
-                self._describe([request])
-            return self._offers.number(offered) if tells_end else 0
-
-    def describe(self, keys: HashArray, tokens: Int32Array, parent: bytes, note: PathNote) -> None:
-        """Tell a service that asks for it the tokens of blocks with keys of the engine, so that it can tell routers.
-
-        ``parent``: the key of the block before them, empty for the beginning of a prompt.
-        """
-        with self._lock:
-            if self._service is not None and self._service.notes.is_wanted:
-                self._service.notes.describe_path(keys.tobytes(), tokens.tobytes(), parent, note)
-
-    def take_offer_ends(self) -> list[OfferEnd]:
-        """Return the ends of offers that were asked for, in the order of the offers: one that goes on holds up others.
-
-        A block ends when it is in the host tier, is found to be there, or is dropped. Without a service that can be
-        reached the offers end, and what was offered has to be forgotten.
-        """
-        with self._lock:
-            return self._offers.take_ends(self._copies)
-
-    def offer_states(
-        self, request: OffloadRequest, num_tokens: int, device_ids: Int32Array, above: int = NO_BLOCK
-    ) -> None:
-        """Offer the states after the first ``num_tokens`` tokens, one device block for each of ``state_groups``.
-
-        Call it once these tokens are offered, as often as you like: those at the end of the prompt and at growing
-        distances are stored, and the last ones when the request ends (``settings.state_positions``). ``above``: the
-        device block of the last record of their pages, without which the states are stored only if the host tier has
-        that record already. States in the middle of a page, and those of a layout without states, are of no use.
-        Raises ``PlanError`` for ids of no device block, or another number of them.
-        """
-        num_tokens, ids = count_of("num_tokens", num_tokens), self._owners.path(device_ids_of(device_ids))
-        above = int(self._owners.shared(np.array([above], np.int32))[0])
-        with self._lock:
-            self._offers.offer_states(self._requests.track(request), num_tokens, ids, above)
-
-    def evicted(self, device_ids: Int32Array) -> None:
-        """Take the device blocks that get another content in the step whose plans are taken next.
-
-        Wanted blocks in them are copied out first, and copies of them in flight are waited for by that step. Call it
-        for every block that the step gives to a request, before ``take_plans``.
-        """
-        ids = self._owners.every(device_ids_of(device_ids))
-        with self._lock:
-            self._give_away(ids)
-
-    def forget(self, device_ids: Int32Array) -> None:
-        """Forget what was offered in these device blocks: it has gone, or is not wanted below."""
-        ids = self._owners.every(device_ids_of(device_ids))
-        with self._lock:
-            self._offers.states.given_away(ids)
-            self._contents.forget(ids)
-
-    def next_evicted(self, device_ids: Int32Array) -> None:
-        """Take the device blocks that the engine gives away next, coldest first: write_back keeps them clean."""
-        ids = self._owners.every(device_ids_of(device_ids))
-        if self.settings.write_policy is not WritePolicy.WRITE_BACK:
-            return
-        with self._lock:
-            self._contents.next_evicted(ids)
-            self._must_look = True
 
     def _release(self, requests: list[OffloadRequest]) -> None:
         """Forget requests; ``begin``, ``match`` and ``offer`` begin one anew, and it has to be finished again."""
         for request in requests:
             self._offers.end(request)
             self._requests.finish(request)
-
-    def _give_away(self, ids: Int32Array) -> None:
-        self._offers.states.given_away(ids)
-        if self._copies.give_away(ids, self._contents, self._plans.open, self._plans.ledger):
-            self._has_planned = True
 
     def _take_hints(self, request: OffloadRequest, hints: Iterable[Hint]) -> Sequence[HintOutcome]:
         self._requests.prepare(request)
@@ -314,14 +160,6 @@ class OffloadManager(OffloadLookups):
             self._has_planned = False
             self._must_look = self._looks_always or bool(self._loads.open) or bool(self._hints.open)
             return plans
-
-    def loads_of(self, plan_id: int) -> dict[tuple[str, int], bool]:
-        """Return (request id, number) of the loads whose blocks a plan in flight loads; True if these are their last.
-
-        So a rank can tell by itself when all plans of a load have ended.
-        """
-        with self._lock:
-            return self._requests.loads.loads_of(plan_id)
 
     def expire(self) -> list[LoadOutcome]:
         """Return the loads whose deadline has passed, each once, and unpin matches that nothing has asked for lately.

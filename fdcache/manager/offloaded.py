@@ -9,14 +9,13 @@ import msgspec
 from fdcache import _core, tracing
 from fdcache.block_owners import BlockOwners
 from fdcache.layout import KVLayout
-from fdcache.manager.keyed import KeyedRequest, OffloadRequest, matchable_hashes, require_request
+from fdcache.manager.keyed import KeyedRequest, OffloadRequest, not_a_request
 from fdcache.manager.load_choices import LoadChoices
-from fdcache.manager.loads import EngineLoad, EngineLoads
+from fdcache.manager.loads import EngineLoad, EngineLoads, Tracked
 from fdcache.manager.matching import ReuseLimit, Waits
 from fdcache.manager.requests import Request
 from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch, load_forms
 from fdcache.manager.states import MatchEnds, StatePaths
-from fdcache.manager.tracked import Tracked
 from fdcache.metadata import HashArray, Int32Array
 from fdcache.plans.ledger import ROOT, OpenPlan
 from fdcache.settings.cache import CacheSettings
@@ -89,13 +88,13 @@ class OffloadedRequests:
         """
         if isinstance(request, Request):
             self._hasher.prepare(request, keeps_gil=keeps_gil)
-        elif type(request) is not KeyedRequest:
-            require_request(request)
+        elif not isinstance(request, KeyedRequest):
+            raise not_a_request(request)
 
     def get(self, request: OffloadRequest) -> Tracked | None:
         """Return a request that has arrived and not ended. Raises ``RequestStateError`` for anything else."""
-        if type(request) is not KeyedRequest:
-            require_request(request)
+        if not isinstance(request, (Request, KeyedRequest)):
+            raise not_a_request(request)
         tracked = self._tracked.get(request.request_id)
         return tracked if tracked is not None and tracked.request is request else None
 
@@ -229,9 +228,7 @@ class OffloadedRequests:
     def _ended_by(self, ends: MatchEnds, tracked: Tracked, whole: bool) -> int | None:
         """Return the group of layers that ended the match; None if none did."""
         pages = tracked.device_pages + self.tokens(tracked, tracked.remaining) // self._block_size
-        return ends.group_after(
-            matchable_hashes(tracked.request, self._block_size, whole_prompt=whole), pages
-        )
+        return ends.group_after(tracked.matchable(self._block_size, whole), pages)
 
     def tokens(self, tracked: Tracked, num_records: int) -> int:
         """Return the tokens that the first of the remaining records stand for: with states all of them, or none."""
@@ -404,14 +401,14 @@ class OffloadedRequests:
 
     def _matchable(self, tracked: Tracked, whole: bool) -> HashArray:
         """Return the keys that a match may find; with states at its end the hashes of the pages."""
-        pages = matchable_hashes(tracked.request, self._block_size, whole_prompt=whole)
+        pages = tracked.matchable(self._block_size, whole)
         if self._records == 1 or self._states_at_end(tracked) is not None:
             return pages
         return tracked.keys_of_pages(self._records)[: len(pages) * self._records]
 
     def _fetch_number(self, tracked: Tracked) -> int:
         if not tracked.fetch and self._fetches is not None:
-            tracked.fetch = self._fetches.number(tracing.id_for_spans(tracked.request.request_id))
+            tracked.fetch = self._fetches.number("" if tracing.spans is None else tracked.request.request_id)
         return tracked.fetch
 
     # --- loads and offers ---------------------------------------------------------------------------------

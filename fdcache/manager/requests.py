@@ -249,7 +249,7 @@ class LiveRequests:
     def fetch_number(self, request: Request) -> int:
         """Return the number of the request's fetch from storage, the same until the request ends; 0 without one."""
         if self._fetches is not None and not request._fetch:
-            request._fetch = self._fetches.number(tracing.id_for_spans(request.request_id))
+            request._fetch = self._fetches.number("" if tracing.spans is None else request.request_id)
         return request._fetch
 
     def may_prefetch(self, request: Request) -> bool:

@@ -302,8 +302,12 @@ class KnownRecords:
     def wipe(self) -> None:
         """Overwrite all records and clear their headers."""
         for slot in range(self.table.num_slots):
-            self.table.record(slot)[:] = 0xA5
-            self.table.set_header(slot, _core.SlotHeader.from_bytes(bytes(SLOT_HEADER_BYTES)))
+            self.wipe_block(slot)
+
+    def wipe_block(self, slot: int) -> None:
+        """Overwrite a record and clear its header."""
+        self.table.record(slot)[:] = 0xA5
+        self.table.set_header(slot, _core.SlotHeader.from_bytes(bytes(SLOT_HEADER_BYTES)))
 
     def batch(self, hashes: HashArray) -> RecordBatch:
         """Return a batch of records 0, 1, ... for these blocks of one path."""

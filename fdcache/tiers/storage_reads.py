@@ -18,10 +18,9 @@ from fdcache.metadata import CacheSwapMetadata, HashArray, Int32Array, SwapPurpo
 from fdcache.plans.ledger import NO_CHECKSUMS, ROOT, UNKNOWN, Blocks, Mask, StorageOrders, parents_of
 from fdcache.settings.cache import PrefetchPolicy
 from fdcache.tiers.pool import ABSENT, READY, RESERVED, BlockPool
-from fdcache.tiers.pursued_reads import PursuedReads
 from fdcache.tiers.statistics import Counters
 from fdcache.tiers.storage_index import StorageIndex, question
-from fdcache.tiers.waiting_fetches import Fetch, Read, ReadJudge, Wait, WaitingFetches
+from fdcache.tiers.waiting_fetches import Fetch, PursuedReads, Read, ReadJudge, Wait, WaitingFetches
 
 log = logging.getLogger(__name__)
 

@@ -43,6 +43,8 @@ _HELLO_EVERY = 0.02
 _REFUSED_FOR = 5.0
 _MOST_DEAD = 1024
 _MOST_PEERS = 1024
+_MOST_PEER_BYTES = 64 << 20
+"""Of what decode peers say of themselves."""
 _IDLE_SECONDS = 60.0
 _UNREACHABLE_SECONDS = 2.0
 """After so long without a connection a prefill peer is not waited for."""
@@ -106,6 +108,8 @@ class Incoming:
     """A decode peer that reads from this rank. ``heard``: when its last message came."""
 
     identity: Identity
+    nbytes: int
+    """Of what it says of itself."""
     route: bytes
     watch: Watch | None
     heard: float
@@ -278,7 +282,7 @@ class Links:
         if route != _route(sender):  # it speaks for another
             self.protocol_errors += 1
         elif isinstance(message, LinkHello):
-            self._greet(route, message.side, now)
+            self._greet(route, message.side, len(data), now)
         elif envelope.target != self.mine.boot or sender not in self.incoming:
             self._answer(route, sender, Stranger(envelope.target))
         elif isinstance(message, FromDecode):
@@ -287,20 +291,28 @@ class Links:
         else:
             self.protocol_errors += 1
 
-    def _greet(self, route: bytes, side: Identity, now: float) -> None:
+    def _greet(self, route: bytes, side: Identity, nbytes: int, now: float) -> None:
         if self._is_dead(side):
             return
         refusal = difference(self.mine, side)
-        if refusal is None and side.boot not in self.incoming and len(self.incoming) >= _MOST_PEERS:
-            refusal = LinkRefused("peers", f"full with {_MOST_PEERS}", "one more")
+        if refusal is None and side.boot not in self.incoming:
+            refusal = self._no_room(nbytes)
         if refusal is not None:
             self._answer(route, side.boot, refusal)
             return
         if side.boot not in self.incoming:
-            self.incoming[side.boot] = Incoming(side, route, self._watch(side), now)
+            self.incoming[side.boot] = Incoming(side, nbytes, route, self._watch(side), now)
             self.events.greeted.append(side)
         self.incoming[side.boot].heard = now
         self._answer(route, side.boot, LinkWelcome(self.mine))
+
+    def _no_room(self, nbytes: int) -> LinkRefused | None:
+        """Return why a decode peer that says this much of itself is not taken, None if it is."""
+        count, taken = len(self.incoming), sum(each.nbytes for each in self.incoming.values())
+        if count < _MOST_PEERS and taken + nbytes <= _MOST_PEER_BYTES:
+            return None
+        theirs = "one more" if count >= _MOST_PEERS else f"one more of {nbytes >> 20} MiB"
+        return LinkRefused("peers", f"full with {count}, {taken >> 20} MiB", theirs)
 
     def _from_prefill(self, link: Outgoing, data: bytes, now: float) -> None:
         try:

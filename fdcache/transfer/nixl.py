@@ -8,17 +8,20 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fdcache import _core
+from fdcache._core import PlaneTable
 from fdcache.errors import TransferError, TransferNotFoundError
+from fdcache.metadata import Int32Array
 from fdcache.transfer.connector import LocalPlanes, Pieces, ReadOrder, ReadOutcome
 from fdcache.transfer.packed_memory import Copying, Packing, Region, packing_of
 
-Numbers = NDArray[np.int64]
+Numbers = NDArray[np.uint64]
 
 
 class MemoryPieces(NamedTuple):
@@ -32,22 +35,6 @@ class MemoryPieces(NamedTuple):
     def mean_bytes(self) -> float:
         """Bytes of a piece on average."""
         return float(self.sizes.mean())
-
-    def merged(self) -> MemoryPieces:
-        """Return the same with pieces joined that adjoin on both sides."""
-        theirs, mine, sizes = self
-        begins = (theirs[1:] != theirs[:-1] + sizes[:-1]) | (mine[1:] != mine[:-1] + sizes[:-1])
-        first = np.concatenate(([0], np.flatnonzero(begins) + 1))
-        return MemoryPieces(theirs[first], mine[first], np.add.reduceat(sizes, first))
-
-
-def addresses_of(
-    planes: Sequence[tuple[int, int]], starts: Sequence[int], blocks: NDArray[np.integer]
-) -> Numbers:
-    """Return the addresses of blocks in planes of these addresses and strides, ``starts`` bytes into each."""
-    begins = np.array([address + start for (address, _), start in zip(planes, starts, strict=True)], np.int64)
-    strides = np.array([stride for _, stride in planes], np.int64)
-    return (begins[:, None] + strides[:, None] * blocks.astype(np.int64)).ravel()
 
 
 def mean_run_bytes(
@@ -248,7 +235,10 @@ IN_PLACE = 0
 IN_PLACE_BYTES = 48 << 10
 """Shortest pieces, on average, that are read out of planes or into them: shorter ones take NIXL longer than copies."""
 
-Rows = tuple[tuple[int, int], ...]
+Place = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+"""Bytes, so few that sums of them are numbers of 64 bits."""
+Rows = tuple[tuple[Place, Place], ...]
+"""Address and stride of each plane."""
 
 
 class PeerMemory(msgspec.Struct, frozen=True, array_like=True):
@@ -256,11 +246,10 @@ class PeerMemory(msgspec.Struct, frozen=True, array_like=True):
 
     metadata: bytes
     device: int
-    address: int
-    nbytes: int
-    num_blocks: int = 0
-    planes: tuple[tuple[int, int], ...] = ()
-    """Address and stride of each."""
+    address: Place
+    nbytes: Place
+    num_blocks: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
+    planes: Rows = ()
 
 
 @dataclass(slots=True)
@@ -288,7 +277,7 @@ class PackedRead:
     """A read: which of its runs have ended, and whether some may still write into its slots."""
 
     order: ReadOrder
-    slots: Numbers
+    slots: Int32Array
     """Of the peer, of a part that is read in place."""
     start: int
     """First byte of a packed part."""
@@ -312,10 +301,10 @@ class Peer:
     theirs: Pieces
     own: Pieces | None
     """Pieces of the own planes that it is read into, None for all."""
-    whole: Pieces
-    """All of the own planes."""
-    rows: Rows
-    """Address and stride of the own planes, empty if they are not read into in place."""
+    sources: tuple[PlaneTable, ...]
+    """Planes of the peer that may be read in place: pieces of blocks, and of those with states."""
+    targets: tuple[PlaneTable, ...]
+    """The same of the own planes."""
     waiting: deque[PackedRun] = field(default_factory=deque)
     flying: list[PackedRun] = field(default_factory=list)
     chunks_taken: int = 0
@@ -324,17 +313,17 @@ class Peer:
         """Return the read of an order, None if its places are not the peer's: they may be anything."""
         memory, wanted = self.memory, slice(order.skip, order.skip + len(order.slots))
         theirs = self.theirs.of(is_state=order.is_state)
-        if order.places[:1] == (IN_PLACE,) and memory.planes and theirs.per_plane == 1:
+        if order.places[:1] == (IN_PLACE,) and self.sources and theirs.per_plane == 1:
             slots = order.places[1:][wanted]
             fits = len(slots) == len(order.slots) and min(slots) >= 0 and max(slots) < memory.num_blocks
-            return PackedRead(order, np.array(slots, np.int64), 0) if fits else None
+            return PackedRead(order, np.array(slots, np.int32), 0) if fits else None
         pieces = theirs.range_of(order.first_plane, order.last_plane)
         record = packing_of(theirs.sizes, *pieces).record_bytes
         if len(order.places) != 2 or order.places[1] < 0:
             return None
         if order.places[1] + wanted.stop * record > memory.nbytes:
             return None
-        return PackedRead(order, np.empty(0, np.int64), order.places[1] + order.skip * record)
+        return PackedRead(order, np.empty(0, np.int32), order.places[1] + order.skip * record)
 
     def split(self, read: PackedRead, most_packed: int, most_in_planes: int) -> list[PackedRun]:
         """Split a read: records by block; planes one after the other, as adjoining blocks are one piece of a plane."""
@@ -360,12 +349,10 @@ class Peer:
 
     def pieces_in_place(self, run: PackedRun) -> MemoryPieces | None:
         """Return the pieces of a run that is read into the slots, None if they are too short for that."""
-        if not (len(run.read.slots) and self.rows):
+        if not (len(run.read.slots) and self.targets):
             return None
-        planes = run.packing.planes
-        slots = run.read.order.slots[run.blocks]
-        mine = (self.own or self.whole).of(is_state=run.read.order.is_state)
-        pieces = self._pieces_to(run, self.rows[planes], mine.starts[planes], slots)
+        target = self.targets[run.read.order.is_state]
+        pieces = self._pieces_to(run, target, run.read.order.slots[run.blocks])
         return pieces if pieces.mean_bytes >= IN_PLACE_BYTES else None
 
     def pieces_packed(self, run: PackedRun, start: int) -> MemoryPieces:
@@ -373,26 +360,11 @@ class Peer:
         packing = run.packing
         if not len(run.read.slots):
             theirs = self.memory.address + run.read.start + run.blocks.start * packing.record_bytes
-            return MemoryPieces(*np.array([[theirs], [start], [run.count * packing.record_bytes]], np.int64))
-        planes = packing.planes
-        rows = tuple((start + at, each) for at, each in zip(packing.offsets, packing.strides, strict=True))
-        return self._pieces_to(run, rows[planes], (0,) * len(rows[planes]), np.arange(run.count))
+            return MemoryPieces(*np.array([[theirs], [start], [run.count * packing.record_bytes]], np.uint64))
+        return self._pieces_to(run, packing.table(start, None), np.arange(run.count, dtype=np.int32))
 
-    def _pieces_to(
-        self, run: PackedRun, mine: Rows, starts: Sequence[int], slots: NDArray[np.integer]
-    ) -> MemoryPieces:
+    def _pieces_to(self, run: PackedRun, target: PlaneTable, slots: Int32Array) -> MemoryPieces:
         """Return the pieces of a run into ``slots`` of these planes, as few as there are."""
-        planes, theirs = run.packing.planes, run.read.slots[run.blocks]
-        rows, found = self.memory.planes[planes], self.theirs.of(is_state=run.read.order.is_state)
-        sizes = found.sizes[planes]
-        if all(each[1] == size for at in (rows, mine) for each, size in zip(at, sizes, strict=True)):
-            breaks = (np.diff(theirs) != 1) | (np.diff(slots) != 1)
-            first = np.concatenate(([0], np.flatnonzero(breaks) + 1))
-        else:  # blocks do not adjoin in a plane
-            first = np.arange(run.count)
-        counts = np.diff(np.append(first, run.count))
-        return MemoryPieces(
-            addresses_of(rows, found.starts[planes], theirs[first]),
-            addresses_of(mine, starts, slots[first]),
-            np.outer(np.array(sizes, np.int64), counts).ravel(),
-        ).merged()
+        source, planes = self.sources[run.read.order.is_state], run.packing
+        theirs = run.read.slots[run.blocks]
+        return MemoryPieces(*_core.plane_runs(source, theirs, target, slots, planes.first, planes.last))

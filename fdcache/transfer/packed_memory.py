@@ -91,6 +91,11 @@ class Packing:
         self.strides = tuple(padded if by_plane else [self.record_bytes] * (last - first))
         self.strides = (*before, *self.strides, *after)
 
+    def table(self, start: int, owner: object) -> PlaneTable:
+        """Return the planes of blocks in a region of memory that begins at an address, which ``owner`` keeps."""
+        addresses = [start + offset for offset in self.offsets]
+        return PlaneTable(addresses, list(self.strides), list(self.sizes), [0] * len(self.sizes), owner)
+
 
 packing_of = lru_cache(maxsize=1024)(Packing)
 """Return a packing, one for all reads that are alike."""
@@ -161,7 +166,7 @@ class HostPackedMemory:
             planes.table_of(pieces),
             planes.num_blocks,
             np.ascontiguousarray(slots),
-            self._table(packing, start),
+            packing.table(self.address + start, self._bytes),
             count,
             np.arange(count, dtype=np.int32),
             packing.first,
@@ -175,7 +180,7 @@ class HostPackedMemory:
         """Copy packed blocks into slots."""
         planes, count = self._planes, len(slots)
         _core.copy_planes(
-            self._table(packing, start),
+            packing.table(self.address + start, self._bytes),
             count,
             np.arange(count, dtype=np.int32),
             planes.table_of(pieces),
@@ -185,15 +190,6 @@ class HostPackedMemory:
             packing.last,
         )
         return None
-
-    def _table(self, packing: Packing, start: int) -> PlaneTable:
-        return PlaneTable(
-            [self.address + start + offset for offset in packing.offsets],
-            list(packing.strides),
-            list(packing.sizes),
-            [0] * len(packing.sizes),
-            self._bytes,
-        )
 
 
 _UNIT = 64

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fdcache.metadata import HashArray, Int32Array, UInt64Array
+from fdcache.transfer.leases import MOST_LEASES, Leases, lease_seconds
 from fdcache.transfer.messages import (
     AskForBlocks,
     BlocksGranted,
@@ -37,7 +38,6 @@ from fdcache.transfer.messages import (
 Peer = bytes
 """Boot id of a peer."""
 
-MOST_LEASE_SECONDS = 600.0
 _MOST_REMEMBERED = 4096
 _MOST_WAITING_BYTES = 64 << 20
 """Bytes of the hashes of asks that wait for their offer: two million blocks."""
@@ -148,7 +148,6 @@ class _Answers:
 @dataclass(slots=True)
 class _Send:
     offer: Offer
-    lease_end: float
     is_computed: NDArray[np.bool_]
     is_summed: NDArray[np.bool_]
     sums: UInt64Array
@@ -162,16 +161,15 @@ class _Send:
 class _Waiting:
     peer: Peer
     ask: AskForBlocks
-    until: float
 
 
 class PrefillSide:
     """Offers of one rank and the decode peers that ask for them."""
 
     def __init__(self) -> None:
-        self._sends: dict[int, _Send] = {}
+        self._sends: Leases[int, _Send] = Leases()
         self._by_transfer: dict[str, int] = {}
-        self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
+        self._waiting: Leases[str, _Waiting] = Leases()
         """Asks for what is not offered yet, those that were heard of longest ago in front."""
         self._waiting_bytes = 0
         self._ended: OrderedDict[str, int] = OrderedDict()
@@ -215,7 +213,7 @@ class PrefillSide:
             return
         computed = np.zeros((len(offer.slots), offer.num_planes), np.bool_)
         sums = np.zeros(len(offer.slots), np.uint64)
-        self._sends[offer.plan_id] = _Send(offer, now + offer.wait, computed, computed.copy(), sums)
+        self._sends.grant(offer.plan_id, _Send(offer, computed, computed.copy(), sums), now + offer.wait)
         self._by_transfer[offer.transfer] = offer.plan_id
         if waiting is not None:
             self._grant(self._sends[offer.plan_id], waiting.peer, waiting.ask, now)
@@ -282,22 +280,24 @@ class PrefillSide:
 
     def peer_gone(self, peer: Peer) -> None:
         """End the offers that a peer, whose process is proved gone, has asked for."""
-        for transfer in [key for key, each in self._waiting.items() if each.peer == peer]:
-            self._take_waiting(transfer)
-        for send in list(self._sends.values()):
+        for waiting in self._waiting.values():
+            if waiting.peer == peer:
+                self._take_waiting(waiting.ask.transfer)
+        for send in self._sends.values():
             if send.answers is not None and send.answers.peer == peer:
                 self._end(send, SendEnd.PEER_GONE, "the decode process is gone")
 
     def tick(self, now: float) -> None:
         """End what has lasted too long. Decode has time to ask as long as blocks are being computed."""
-        for send in list(self._sends.values()):
+        for send in self._sends.values():
             if send.has_grown and send.answers is None:
-                send.lease_end = max(send.lease_end, now + send.offer.wait)
+                self._sends.extend(send.offer.plan_id, now + send.offer.wait)
             send.has_grown = False
-            if now > send.lease_end:
-                reason = "decode did not ask" if send.answers is None else "decode did not renew its lease"
-                self._fail(send, SendEnd.EXPIRED, reason)
-        for transfer in [key for key, each in self._waiting.items() if now > each.until]:
+        for plan_id in self._sends.expired(now):
+            send = self._sends[plan_id]
+            reason = "decode did not ask" if send.answers is None else "decode did not renew its lease"
+            self._fail(send, SendEnd.EXPIRED, reason)
+        for transfer in self._waiting.expired(now):
             self._refuse_waiting(transfer, "prefill has no such transfer")
 
     def _asked(self, peer: Peer, ask: AskForBlocks, now: float) -> None:
@@ -312,31 +312,32 @@ class PrefillSide:
         if plan_id is None:
             waiting = self._waiting.get(ask.transfer)
             if waiting is None or ask.attempt >= waiting.ask.attempt:
-                self._wait(_Waiting(peer, ask, now + lease_seconds(ask.lease_ms)))
+                self._wait(_Waiting(peer, ask), now)
             return
         send = self._sends[plan_id]
         answers = send.answers
         if answers is None or ask.attempt > answers.attempt:
             self._grant(send, peer, ask, now)
         elif answers.peer == peer and answers.attempt == ask.attempt:
-            send.lease_end = now + lease_seconds(ask.lease_ms)
+            self._sends.renew(plan_id, now + lease_seconds(ask.lease_ms))
             self._resend(answers, 0)
         elif answers.peer != peer:
             failed = Failed(ask.transfer, ask.attempt, "another decode instance reads this transfer")
             self._effects.append(SendMessage(peer, failed))
 
-    def _wait(self, waiting: _Waiting) -> None:
+    def _wait(self, waiting: _Waiting, now: float) -> None:
         """Keep an ask until its transfer is offered; refuse the oldest if there are more than decode has requests."""
-        self._take_waiting(waiting.ask.transfer)
-        self._waiting[waiting.ask.transfer] = waiting
-        self._waiting_bytes += len(waiting.ask.hashes)
-        while len(self._waiting) > _MOST_REMEMBERED or self._waiting_bytes > _MOST_WAITING_BYTES:
+        ask = waiting.ask
+        self._take_waiting(ask.transfer)
+        self._waiting.grant(ask.transfer, waiting, now + lease_seconds(ask.lease_ms))
+        self._waiting_bytes += len(ask.hashes)
+        while len(self._waiting) > MOST_LEASES or self._waiting_bytes > _MOST_WAITING_BYTES:
             self._refuse_waiting(
                 next(iter(self._waiting)), "too many ask prefill for what it does not know yet"
             )
 
     def _take_waiting(self, transfer: str) -> _Waiting | None:
-        waiting = self._waiting.pop(transfer, None)
+        waiting = self._waiting.end(transfer)
         if waiting is not None:
             self._waiting_bytes -= len(waiting.ask.hashes)
         return waiting
@@ -353,7 +354,7 @@ class PrefillSide:
             reason = f"the blocks from {ask.first} on are not those of prefill"
             self._effects.append(SendMessage(peer, Failed(ask.transfer, ask.attempt, reason)))
             return
-        send.lease_end = now + lease_seconds(ask.lease_ms)
+        self._sends.renew(send.offer.plan_id, now + lease_seconds(ask.lease_ms))
         self._free(send)
         nothing = np.zeros_like(send.is_computed)
         send.answers = _Answers(peer, ask.attempt, ask.first, ask.first + len(wanted), nothing)
@@ -401,7 +402,7 @@ class PrefillSide:
         send = None if plan_id is None else self._sends[plan_id]
         answers = None if send is None else send.answers
         if send is not None and answers is None and not renew.received:  # decode will ask once it has room
-            send.lease_end = max(send.lease_end, now + lease_seconds(renew.lease_ms))
+            self._sends.extend(send.offer.plan_id, now + lease_seconds(renew.lease_ms))
             return
         if send is None and not renew.received and not self._is_gone(peer, renew.transfer, now):
             return
@@ -410,7 +411,7 @@ class PrefillSide:
                 failed = Failed(renew.transfer, renew.attempt, "prefill does not hold this transfer any more")
                 self._effects.append(SendMessage(peer, failed))
             return
-        send.lease_end = now + lease_seconds(renew.lease_ms)
+        self._sends.renew(send.offer.plan_id, now + lease_seconds(renew.lease_ms))
         for places in answers.take_places(renew.read):
             self._effects.append(PlacesRead(send.offer.plan_id, places))
         self._resend(answers, renew.received)
@@ -465,7 +466,7 @@ class PrefillSide:
         self._end(send, end, reason)
 
     def _end(self, send: _Send, end: SendEnd, error: str | None) -> None:
-        del self._sends[send.offer.plan_id]
+        self._sends.end(send.offer.plan_id)
         del self._by_transfer[send.offer.transfer]
         self._remember_over(send.offer.transfer, error or "the transfer has ended")
         peer, blocks = None, 0
@@ -474,8 +475,3 @@ class PrefillSide:
             peer, blocks = answers.peer, answers.last - answers.first
             places = tuple(answers.take_places(len(answers.log)))
         self._effects.append(OfferEnded(send.offer.plan_id, end, error, places, peer, blocks))
-
-
-def lease_seconds(milliseconds: int) -> float:
-    """Return how long a lease lasts that a peer asks for."""
-    return min(milliseconds / 1000, MOST_LEASE_SECONDS)

@@ -14,6 +14,7 @@ from itertools import count
 import msgspec
 import numpy as np
 
+from fdcache._core import PlaneTable
 from fdcache.errors import DeviceError, TransferError
 from fdcache.metadata import Int32Array
 from fdcache.transfer.connector import (
@@ -36,6 +37,7 @@ from fdcache.transfer.nixl import (
     PackedRun,
     Peer,
     PeerMemory,
+    Rows,
     extents,
     mean_run_bytes,
 )
@@ -92,7 +94,9 @@ class RdmaConnector:
         self._run_bytes = min(_RUN_BYTES, size // _PART_SHARE)
         self._packed_run_bytes = min(_PACKED_RUN_BYTES[self._out.kind], size // _PART_SHARE)
         planes = context.planes
-        self._rows = tuple(zip(planes.addresses, planes.strides, strict=True)) if planes.gpu is None else ()
+        self._rows: Rows = (
+            tuple(zip(planes.addresses, planes.strides, strict=True)) if planes.gpu is None else ()
+        )
         if self._rows:
             memory += extents(planes)
         with self._out.scope():
@@ -183,18 +187,20 @@ class RdmaConnector:
             self._lost.remove(lost)
             self._peers[peer] = lost
             return None
-        theirs = self._whole if joint is None else joint.theirs
-        own = None if joint is None else joint.own
+        theirs, own = (self._whole, self._whole) if joint is None else (joint.theirs, joint.own)
         try:
             described = msgspec.msgpack.decode(memory, type=PeerMemory)
+            if described.planes and len(described.planes) != len(theirs.sizes):
+                return f"planes: the peer has {len(described.planes)}, the layout {len(theirs.sizes)}"
+            sources = _tables(theirs, described.planes)
             self._load(peer, described)
         except msgspec.DecodeError as error:
             return f"memory: the peer's description cannot be read: {error}"
         except TransferError as error:
             return f"memory: {error}"
-        if described.planes and len(described.planes) != len(theirs.sizes):
-            return f"planes: the peer has {len(described.planes)}, the layout {len(theirs.sizes)}"
-        self._peers[peer] = Peer(peer, described, theirs, own, self._whole, self._rows)
+        self._peers[peer] = Peer(
+            peer, described, theirs, None if joint is None else own, sources, _tables(own, self._rows)
+        )
         return None
 
     def read(self, order: ReadOrder) -> None:
@@ -471,6 +477,13 @@ class RdmaConnector:
     def _end(self, order: ReadOrder, outcome: ReadOutcome, error: str) -> None:
         self._ended.append(ReadEnd(order.read_id, outcome, error=error))
         self._wake()
+
+
+def _tables(pieces: Pieces, rows: Rows) -> tuple[PlaneTable, ...]:
+    """Return pieces of planes at these addresses and strides: those of blocks, and of blocks with states."""
+    addresses, strides = [address for address, _ in rows], [stride for _, stride in rows]
+    kinds = (False, True) if rows else ()
+    return tuple(pieces.of(is_state=each).table(addresses, strides, None) for each in kinds)
 
 
 def _packed_memory(planes: LocalPlanes, nbytes: int) -> PackedMemory:

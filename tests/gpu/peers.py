@@ -138,10 +138,10 @@ def end_of_read(connector: IpcConnector) -> ReadEnd:
 
 
 class Peer:
-    """A process of this module. ``line`` is the first that it printed."""
+    """A process of this module, or of another like it. ``line`` is the first that it printed."""
 
-    def __init__(self, *arguments: object, **environment: str) -> None:
-        command = [sys.executable, "-m", "tests.gpu.peers", *map(str, arguments)]
+    def __init__(self, *arguments: object, module: str = "tests.gpu.peers", **environment: str) -> None:
+        command = [sys.executable, "-m", module, *map(str, arguments)]
         self.process = subprocess.Popen(
             command,
             env=os.environ | environment,
@@ -161,6 +161,10 @@ class Peer:
         self.process.stdin.flush()
         return self.process.stdout.readline().strip()
 
+    def end(self) -> str:
+        """End the input, and return what the process still prints."""
+        return self.process.communicate()[0].strip()
+
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -173,7 +177,8 @@ class Peer:
         self.process.communicate()
 
 
-def _answer(line: str) -> None:
+def answer(line: str) -> None:
+    """Print a line at once."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
@@ -191,14 +196,14 @@ def _read(described: str, plane_bytes: str, num_blocks: str) -> None:
         reason = connector.poll()[0].error
         for mine, theirs in zip(planes.arrays, contents(layout, blocks, 1), strict=True):
             reason = reason or (None if np.array_equal(mine, theirs) else "other bytes")
-    _answer(f"read: {reason}")
+    answer(f"read: {reason}")
 
 
 def _show_planes(gpu: str, plane_bytes: str, num_blocks: str) -> None:
     for line in itertools.chain([plane_bytes], sys.stdin):
         planes = GpuPeerPlanes(layout_of(int(line)), int(num_blocks), gpu)
         planes.fill(1)
-        _answer(planes.access.describe().hex())
+        answer(planes.access.describe().hex())
 
 
 def use_nixl_for_the_stand_in() -> None:
@@ -209,8 +214,8 @@ def use_nixl_for_the_stand_in() -> None:
 
 def _publish(gpu: str, num_blocks: str) -> None:
     use_nixl_for_the_stand_in()
-    _answer("ready")
-    lines, connector = _Lines(), None
+    answer("ready")
+    lines, connector = Lines(), None
     slots = np.random.default_rng(1).permutation(int(num_blocks)).astype(np.int32)
     while (line := lines.next()) is not None:
         if line:
@@ -225,7 +230,7 @@ def _publish(gpu: str, num_blocks: str) -> None:
                 TransferConformance.await_packed(connector, places)
                 parts.append(":".join(map(str, (first, size, *places))))
                 first += size
-            _answer(" ".join([planes.boot.hex(), connector.memory.hex(), *parts]))
+            answer(" ".join([planes.boot.hex(), connector.memory.hex(), *parts]))
         elif connector is not None:
             connector.poll()
 
@@ -238,8 +243,8 @@ def _prefill(gpu: str, directory: str, connector: str = "ipc") -> None:
     with GpuInstance(
         "prefill", Path(directory), "p", gpu=gpu, connector=connector, ring=16 << 20
     ) as instance:
-        _answer(instance.address)
-        lines = _Lines()
+        answer(instance.address)
+        lines = Lines()
         while (line := lines.next()) is not None:
             if line:
                 seed, blocks, cycles = map(int, line.split())
@@ -252,11 +257,11 @@ def _prefill(gpu: str, directory: str, connector: str = "ipc") -> None:
                         spin(instance.stream, cycles)
                 instance.compute(request, f"r{seed}")
                 instance.manager.finish([request])
-                _answer("computed")
+                answer("computed")
             instance.step()
 
 
-class _Lines:
+class Lines:
     """Lines of the input, without waiting for them."""
 
     def __init__(self) -> None:

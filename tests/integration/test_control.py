@@ -13,7 +13,6 @@ import pytest
 from fastapi.testclient import TestClient
 
 from fdcache.errors import ConfigurationError, RefusedError
-from fdcache.hashing import tenant_key
 from fdcache.service.client.connection import Client
 from fdcache.service.client.control import Control, Prefix
 from fdcache.service.server.http import make_app
@@ -439,42 +438,6 @@ class TestCommands:
         done = run("pin", "--server", service.address)
         assert done.returncode == 2
         assert "--tokens or --hashes" in done.stderr
-
-
-class TestForgetting:
-    """What was to be forgotten is not in the memory that a later service finds, either."""
-
-    @pytest.mark.parametrize("how", ["delete", "tenant", "reset", "evicted"])
-    def test_no_restart_brings_deleted_blocks_back(self, tmp_path: Path, how: str) -> None:
-        variables = {"FDCACHE_DISCARD": "0"}
-        former = LocalService(tmp_path, **variables)
-        engine = Engine(former.address)
-        engine.serve(PROMPT, tenant="leaves")
-        other = list(range(7000, 7000 + len(PROMPT)))
-        engine.serve(other)
-        until(lambda: on_host(former) == 2 * BLOCKS, "the blocks are on the host")
-        gone, stays = Prefix(PROMPT, tenant="leaves"), Prefix(other)
-        with Client(former.address) as client:
-            if how == "delete":
-                deleted = Control(client).delete(gone)
-                assert (deleted.host, deleted.deleted_host) == (0, BLOCKS)
-            elif how == "tenant":
-                former.ask("reset", tier="host", tenant_name="leaves", tenant=tenant_key("leaves").hex())
-            elif how == "reset":
-                former.ask("reset", tier="host")
-            else:
-                Control(client).set_quota("leaves", 1e-6)  # its blocks leave with its next ones
-                engine.serve(list(range(9000, 9000 + len(PROMPT))), tenant="leaves")
-                until(lambda: on_host(former) <= BLOCKS + 1, "the quota evicts them")
-                Control(client).delete(gone)
-        former.crash()
-        engine.close()
-        with local_service(tmp_path, **variables) as service, Client(service.address) as client:
-            control = Control(client)
-            found = [block.tier for block in control.explain(gone).blocks]
-            assert "host" not in found, found
-            kept = [block.tier for block in control.explain(stays).blocks]
-            assert kept == ([None] if how == "reset" else ["host"]) * BLOCKS
 
 
 class TestLists:

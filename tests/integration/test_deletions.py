@@ -218,6 +218,43 @@ def test_a_damaged_file_of_deletions_makes_engines_forget_everything(tmp_path: P
 Block = tuple[str, tuple[int, ...]]
 
 
+def ready(service: LocalService) -> int:
+    return int(service.ask("stats")["tiers"]["host"]["ready"])
+
+
+@pytest.mark.parametrize("how", ["delete", "tenant", "reset", "evicted"])
+def test_no_restart_brings_deleted_blocks_back(tmp_path: Path, how: str) -> None:
+    deleted, other = prompt(1), prompt(7)
+    variables = {"FDCACHE_DISCARD": "0"}
+    former = LocalService(tmp_path, **variables)
+    engine = Engine(former.address)
+    engine.serve(deleted, tenant="leaves")
+    engine.serve(other)
+    until(lambda: ready(former) == 2 * PROMPT_BLOCKS, "the blocks are on the host")
+    gone, stays = Prefix(deleted, tenant="leaves"), Prefix(other)
+    with Client(former.address) as client:
+        if how == "delete":
+            done = Control(client).delete(gone)
+            assert (done.host, done.deleted_host) == (0, PROMPT_BLOCKS)
+        elif how == "tenant":
+            former.ask("reset", tier="host", tenant_name="leaves", tenant=tenant_key("leaves").hex())
+        elif how == "reset":
+            former.ask("reset", tier="host")
+        else:
+            Control(client).set_quota("leaves", 1e-6)  # its blocks leave with its next ones
+            engine.serve(prompt(9), tenant="leaves")
+            until(lambda: ready(former) <= PROMPT_BLOCKS + 1, "the quota evicts them")
+            Control(client).delete(gone)
+    former.crash()
+    engine.close()
+    with local_service(tmp_path, **variables) as service, Client(service.address) as client:
+        control = Control(client)
+        found = [block.tier for block in control.explain(gone).blocks]
+        assert "host" not in found, found
+        kept = [block.tier for block in control.explain(stays).blocks]
+        assert kept == ([None] if how == "reset" else ["host"]) * PROMPT_BLOCKS
+
+
 class History:
     """Random requests and deletions, and the blocks that a request has had since they were deleted."""
 

@@ -16,6 +16,7 @@ import pytest
 from fdcache.hashing import hash_blocks, root_hash
 from fdcache.manager import LoadStatus
 from fdcache.service.server import requests
+from fdcache.service.server import service as server_service
 from fdcache.service.wire.liveness import Live, LiveFile
 from fdcache.service.wire.protocol import Attach, Heartbeat, Match, Refill, Register
 from tests.mounts import file_system
@@ -354,9 +355,13 @@ def small_file_system(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_without_room_for_new_files_the_service_goes_on_with_what_it_has(
-    tmp_path: Path, small_file_system: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    small_file_system: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "s").mkdir()
+    monkeypatch.setattr(server_service, "_LOOK_SECONDS", 0.5)
     with local_service(tmp_path / "s", FDCACHE_ARENA_DIR=str(small_file_system)) as service:
         engine = Engine(service.address)
         engine.serve(PROMPT)

@@ -24,6 +24,7 @@ from fdcache.errors import ConfigurationError
 from fdcache.integrations.vllm.keyed_tiers import EndedJob, KeyedTiers
 from fdcache.layout import KVLayout
 from fdcache.layout_planes import PlaneKind, PlaneSpec
+from fdcache.service.client import session_keeper
 from fdcache.settings import Settings
 from fdcache.storage.connector import StorageState
 from tests import preload
@@ -438,7 +439,8 @@ def flip(path: Path, record: bytes) -> bool:
         return place >= 0
 
 
-def test_without_the_service_jobs_end_without_blocks(tmp_path: Path) -> None:
+def test_without_the_service_jobs_end_without_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_keeper, "_HEARTBEAT_SECONDS", 0.2)
     service = LocalService(tmp_path / "service")
     engine = with_service(service)
     assert engine.tiers.stats.state is StorageState.READY

@@ -1,4 +1,4 @@
-"""Leases of reads between nodes: what a node holds while another one reads it."""
+"""ReadLeases of reads between nodes: what a node holds while another one reads it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from fdcache.metadata import CacheLevel, HashArray
 from fdcache.storage.connector import Outcome, RecordBatch
 from fdcache.testing.storage import conformance_layout, path_of
 from fdcache.tiers.pool import BlockPool
+from fdcache.transfer.leases import MOST_LEASES
 from fdcache.transfer.nodes.connector import NodesConnector
-from fdcache.transfer.nodes.leases import MOST_LEASES, Leases
+from fdcache.transfer.nodes.leases import ReadLeases
 from fdcache.transfer.nodes.messages import EndLease
 from tests.nodes_help import BLOCKS, Node, free_address, node
 from tests.service_help import until
@@ -35,7 +36,7 @@ class Lender:
         made.connector.lend_from(self.pool)
 
     @property
-    def leases(self) -> Leases:
+    def leases(self) -> ReadLeases:
         server = self.node.connector._node.server
         assert server is not None
         return server.leases
@@ -219,18 +220,18 @@ def test_ends_of_unknown_leases_and_leases_of_unknown_blocks_end_nothing(
 
 
 @pytest.fixture
-def alone(lender: Lender) -> tuple[Leases, list[float], Lender]:
+def alone(lender: Lender) -> tuple[ReadLeases, list[float], Lender]:
     now = [0.0]
-    return Leases(lambda: now[0]), now, lender
+    return ReadLeases(lambda: now[0]), now, lender
 
 
-def grant(leases: Leases, lender: Lender, number: int, path: HashArray, milliseconds: int = 2000) -> None:
+def grant(leases: ReadLeases, lender: Lender, number: int, path: HashArray, milliseconds: int = 2000) -> None:
     own = lender.node.connector._own
     assert own is not None
     leases.grant(b"reader", number, milliseconds, own, [row.tobytes() for row in path])
 
 
-def test_a_lease_lasts_from_the_last_message_about_it(alone: tuple[Leases, list[float], Lender]) -> None:
+def test_a_lease_lasts_from_the_last_message_about_it(alone: tuple[ReadLeases, list[float], Lender]) -> None:
     leases, now, lender = alone
     path = path_of(4, "lasts")
     lender.hold(path)
@@ -247,7 +248,7 @@ def test_a_lease_lasts_from_the_last_message_about_it(alone: tuple[Leases, list[
     assert (len(leases), lender.pool.stats().holds, leases.expired) == (0, 0, 2)
 
 
-def test_further_questions_of_a_lease_add_to_it(alone: tuple[Leases, list[float], Lender]) -> None:
+def test_further_questions_of_a_lease_add_to_it(alone: tuple[ReadLeases, list[float], Lender]) -> None:
     leases, _, lender = alone
     path = path_of(4, "adds")
     lender.hold(path)
@@ -260,7 +261,7 @@ def test_further_questions_of_a_lease_add_to_it(alone: tuple[Leases, list[float]
     assert (len(leases), lender.pool.stats().holds) == (0, 0)
 
 
-def test_leases_are_bounded(alone: tuple[Leases, list[float], Lender]) -> None:
+def test_leases_are_bounded(alone: tuple[ReadLeases, list[float], Lender]) -> None:
     leases, _, lender = alone
     path = path_of(1, "bounded")
     lender.hold(path)

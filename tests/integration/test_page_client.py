@@ -22,6 +22,7 @@ from fdcache.integrations.sglang.client import PageClient
 from fdcache.layout import KVLayout
 from fdcache.layout_planes import PlaneKind, PlaneSpec
 from fdcache.metadata import HashArray, Int32Array
+from fdcache.service.client import session_keeper
 from fdcache.settings import Settings
 from tests.offload_engine import GatedDevice
 from tests.service_help import TIMEOUT, local_service, service_process, until
@@ -250,7 +251,10 @@ def test_a_service_reads_pages_from_its_storage(tmp_path: Path) -> None:
         assert pool.client.lookup(chain(2, 1)) == 0
 
 
-def test_calls_end_without_the_service_and_go_on_with_it(tmp_path: Path) -> None:
+def test_calls_end_without_the_service_and_go_on_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_keeper, "_HEARTBEAT_SECONDS", 0.2)
     keys = chain(10)
     with (
         service_process(tmp_path / "service", FDCACHE_DISCARD="0") as service,

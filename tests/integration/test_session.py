@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import zmq
 
+from fdcache.service.client import session_keeper
 from fdcache.service.client.remote_tier import RemoteHostTier
 from fdcache.service.wire.protocol import (
     Alive,
@@ -113,9 +114,10 @@ def test_an_engine_without_hits_notices_a_silent_service(tmp_path: Path) -> None
 
 
 def test_a_service_that_is_away_is_told_once_and_so_is_its_return(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tmp_path.chmod(0o700)
+    monkeypatch.setattr(session_keeper, "_HEARTBEAT_SECONDS", 0.2)
     settings = CacheSettings(server=f"ipc://{tmp_path}/fdcache.sock", rpc_timeout=0.1)
 
     def lines(level: int) -> list[str]:

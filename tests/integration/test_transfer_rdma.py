@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -336,6 +337,21 @@ def test_places_that_the_planes_have_not_are_an_error(tmp_path: Path) -> None:
     assert not any(each.any() for each in mine.arrays)
     for each in (source, target):
         each.close()
+
+
+@pytest.mark.parametrize(("place", "number"), [(2, 1 << 63), (2, -1), (3, 1 << 63), (4, 1 << 40)])
+def test_a_description_with_numbers_of_no_memory_is_refused(place: int, number: int, tmp_path: Path) -> None:
+    """Address, bytes and blocks: what they are added to has to fit 64 bits, and a slot 32."""
+    planes = PeerPlanes(LARGE, 16, tmp_path)
+    connector = RdmaConnector(planes.context(RDMA))
+    try:
+        described = msgspec.msgpack.decode(connector.memory)
+        described[place] = number
+        reason = connector.connect(b"p" * 16, msgspec.msgpack.encode(described))
+        assert reason is not None and reason.startswith("memory: the peer's description cannot be read")
+        assert connector.peers() == []
+    finally:
+        connector.close()
 
 
 def test_messages_arrive_and_a_full_memory_publishes_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fdcache import _core
+from fdcache._core import PlaneTable
 from fdcache.errors import TransferNotFoundError
 from fdcache.settings.peers import PeerSettings
 from fdcache.transfer.factory import require_connector
-from fdcache.transfer.nixl import MemoryPieces, find_nixl
+from fdcache.transfer.nixl import find_nixl
 from fdcache.transfer.packed_memory import CHUNK_BYTES, Packing, Region, Regions
 from tests.seeds import budget
 
@@ -52,19 +55,23 @@ def test_planes_are_packed_one_block_after_the_other() -> None:
 
 @settings(max_examples=budget(100), deadline=None)
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=12, unique=True), st.integers(0, 2**32))
-def test_merged_pieces_are_the_same_bytes_and_never_adjoin(slots: list[int], seed: int) -> None:
-    size = 8
-    mine = np.array(slots, np.int64)
-    theirs = np.where(np.random.default_rng(seed).random(len(slots)) < 0.7, mine + 20, mine + 40)
-    whole = MemoryPieces(theirs * size, mine * size, np.full(len(slots), size, np.int64))
-    merged = whole.merged()
-    bytes_of = [
-        [(a + i, b + i) for a, b, n in zip(*each, strict=True) for i in range(n)] for each in (whole, merged)
+def test_runs_of_planes_are_the_bytes_of_the_blocks_and_never_adjoin(slots: list[int], seed: int) -> None:
+    random = np.random.default_rng(seed)
+    mine = np.array(slots, np.int32)
+    theirs = np.where(random.random(len(slots)) < 0.7, mine + 20, mine + 40).astype(np.int32)
+    sizes, gap = [8, 24, 16], int(random.integers(0, 2)) * 8
+    rows = [[(at + 1000 * i, size + gap) for i, size in enumerate(sizes)] for at in (1 << 40, 1 << 20)]
+    tables = [PlaneTable([a for a, _ in row], [s for _, s in row], sizes, [0, 8, 32], None) for row in rows]
+    runs = list(zip(*_core.plane_runs(tables[0], theirs, tables[1], mine, 1, 3), strict=True))
+    expected = [
+        (rows[0][plane][0] + t * rows[0][plane][1] + i, rows[1][plane][0] + m * rows[1][plane][1] + i)
+        for plane in (1, 2)
+        for t, m in zip(theirs.tolist(), mine.tolist(), strict=True)
+        for i in range(sizes[plane])
     ]
-    assert bytes_of[0] == bytes_of[1]
-    ends = merged.theirs + merged.sizes, merged.mine + merged.sizes
-    adjoins = (merged.theirs[1:] == ends[0][:-1]) & (merged.mine[1:] == ends[1][:-1])
-    assert not adjoins.any()
+    assert [(int(a) + i, int(b) + i) for a, b, n in runs for i in range(int(n))] == expected
+    adjoins = [a + n == c and b + n == d for (a, b, n), (c, d, _) in itertools.pairwise(runs)]
+    assert not any(adjoins)
 
 
 def test_a_missing_package_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

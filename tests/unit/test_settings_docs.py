@@ -318,3 +318,13 @@ def test_kubernetes_pod_is_unprivileged_and_has_no_service_links() -> None:
         command = engine[kind]["exec"]["command"]
         assert command[:2] == ["python", "/opt/fdcache/probe.py"]
         assert str(engine["ports"][0]["containerPort"]) in command[2]
+
+
+def test_the_guide_of_each_question_names_the_variable() -> None:
+    page = (ROOT / "docs/configuration.md").read_text()
+    unnamed = []
+    for variables, guides in re.findall(r"^\| [^|]*\? \| ([^|]*) \| ([^|]*) \|$", page, re.MULTILINE):
+        pages = re.findall(r"\]\(([\w-]*\.md)", guides)
+        named = set(re.findall(r"\w+", " ".join((ROOT / "docs" / name).read_text() for name in pages)))
+        unnamed += [name for name in re.findall(r"FDCACHE_\w+", variables) if pages and name not in named]
+    assert unnamed == []

@@ -19,7 +19,7 @@ from benchmarks.harness import percentiles
 from benchmarks.vllm import __main__ as benchmark
 from benchmarks.vllm import timing
 from benchmarks.vllm.driver import Answer, in_turn
-from benchmarks.vllm.engines import BESIDE, NONE, RESTARTED, Places, StartError, make, probe
+from benchmarks.vllm.engines import BESIDE, CONTROLS, NONE, RESTARTED, Places, StartError, make, probe
 from benchmarks.vllm.faults import corrupt, failing, made, spoiling
 from benchmarks.vllm.meeting import Meeting
 from benchmarks.vllm.processes import CutError, JobError, Processes, cause
@@ -86,7 +86,7 @@ def test_waves_are_all_engines_in_their_order_and_none_twice_at_a_time(
 
 def test_every_engine_gets_the_same_host_memory(tmp_path: Path) -> None:
     places = Places(tmp_path, 3 << 30, {"FDCACHE_EVICTION": "lru"})
-    for name in (*BESIDE, *RESTARTED):
+    for name in (*BESIDE, *RESTARTED, *CONTROLS):
         engine = make(name, places)
         text = json.dumps([engine.connector, engine.environment])
         if name == "fdcache-service":
@@ -95,7 +95,8 @@ def test_every_engine_gets_the_same_host_memory(tmp_path: Path) -> None:
             assert engine.environment["LMCACHE_MAX_LOCAL_CPU_SIZE"] == "3"
         elif name != NONE:
             assert str(3 << 30) in text
-        assert ("FDCACHE_EVICTION" in engine.environment) == name.startswith("fdcache")
+        assert ("FDCACHE_EVICTION" in engine.environment) == name.startswith(("fdcache", "least"))
+        assert engine.environment.items() >= CONTROLS.get(name, {}).items()
     with pytest.raises(ValueError, match="no engine"):
         make("other", places)
 
@@ -423,7 +424,7 @@ def test_the_least_time_of_each_step_counts_if_rounds_made_the_same_steps() -> N
 def test_an_engine_that_caches_nothing_on_a_cpu_is_left_out_there(
     device: str, is_left_out: bool, tmp_path: Path
 ) -> None:
-    found = json.dumps(dict.fromkeys((*BESIDE, *RESTARTED)))
+    found = json.dumps(dict.fromkeys((*BESIDE, *RESTARTED, *CONTROLS)))
     python = processes(tmp_path, f"echo '{found}'").python
     reasons = probe(python, {}, tmp_path, device)
     assert [name for name, why in reasons.items() if why] == (["lmcache"] if is_left_out else [])

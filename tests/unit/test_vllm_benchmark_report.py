@@ -44,7 +44,7 @@ def test_ratios_are_of_medians_and_means_of_runs() -> None:
     again = {"shape": "8b", "engine": NONE, "part": "unique", "seconds": 10.1}
     aims = {aim.name: aim for aim in report.targets(Results([*records(), again]), "8b")}
     first = aims["first token from the host / (bytes over the link + a step)"]
-    assert first.value == pytest.approx(22 / 20) and first.is_met
+    assert first.value == pytest.approx(22 / 20) and not first.is_met
     assert aims["first token from the host beyond a step: fdcache / offloading"].value == pytest.approx(
         12 / 20
     )

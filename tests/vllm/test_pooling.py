@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,13 @@ import torch
 from tests.vllm.engine import connector_config, make_model, make_tokenizer, running_engine
 from tests.vllm.observed import Observed, settle, told
 
+_STEP = pytest.param(
+    "STEP",
+    marks=pytest.mark.skipif(
+        os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" and version("vllm").startswith("0.26."),
+        reason="the second runner of vLLM 0.26 pools no single tokens",
+    ),
+)
 _TRANSFER = connector_config(FDCACHE_HOST_MEMORY="16MiB", FDCACHE_VERIFY="all")
 
 
@@ -49,7 +58,7 @@ def options(pooling: str) -> tuple[dict[str, Any], str]:
     }, task
 
 
-@pytest.mark.parametrize("pooling", ["MEAN", "CLS", "STEP"])
+@pytest.mark.parametrize("pooling", ["MEAN", "CLS", _STEP])
 def test_pooling_of_every_token_is_served_without_the_cache_and_the_log_says_so(
     pooling_model: Path, prompts: list[list[int]], pooling: str, caplog: pytest.LogCaptureFixture
 ) -> None:

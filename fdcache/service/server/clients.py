@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from fdcache._core import MemoryGuard, RunRing
+from fdcache.errors import RefusedError
 from fdcache.layout import KVLayout
 from fdcache.machine.decoding import MALFORMED
 from fdcache.metadata import HashArray
@@ -26,7 +27,6 @@ from fdcache.service.wire.liveness import Live, Watch, is_live_file, live_proces
 from fdcache.service.wire.protocol import (
     Attach,
     Heartbeat,
-    RefusalError,
     Register,
 )
 from fdcache.service.wire.shared_memory import RING_BYTES, create_shared
@@ -323,15 +323,15 @@ class Clients(dict[int, RegisteredClient]):
     def register(self, identity: bytes, request: Register) -> RegisteredClient:
         """Open a session, which replaces an earlier one of the same process.
 
-        Raises ``RefusalError`` for a bad live file, too many clients, or no memory for the layout, and
+        Raises ``RefusedError`` for a bad live file, too many clients, or no memory for the layout, and
         ``FdcacheError`` for an invalid layout.
         """
         if len(request.layout) > MAX_LAYOUT_BYTES:
-            raise RefusalError("malformed", f"layout: more than {MAX_LAYOUT_BYTES} bytes")
+            raise RefusedError("malformed", f"layout: more than {MAX_LAYOUT_BYTES} bytes")
         self._check_live(request.live)
         layout = KVLayout.from_json(request.layout)
         if layout.record_ranks > (extents := self._namespaces.arena.manifest.extents):
-            raise RefusalError(
+            raise RefusedError(
                 "no_memory",
                 f"layout.tp_size: {layout.record_ranks} ranks need an extent each, and the arena has {extents}; give "
                 "the service more --host-memory",
@@ -342,10 +342,10 @@ class Clients(dict[int, RegisteredClient]):
             watch.close()
             self.earlier.remove(watch)
         if len(self) >= MAX_CLIENTS:
-            raise RefusalError("too_many", f"{MAX_CLIENTS} clients are registered already")
+            raise RefusedError("too_many", f"{MAX_CLIENTS} clients are registered already")
         namespace = self._namespaces.open(layout)
         if not namespace.num_extents and not self.make_room(namespace):
-            raise RefusalError(
+            raise RefusedError(
                 "no_memory",
                 f"no extents are left for this namespace on {namespace.ranks} ranks; give the service more "
                 "--host-memory, or reset a namespace that is no longer used",
@@ -356,7 +356,7 @@ class Clients(dict[int, RegisteredClient]):
         try:
             ring_memory = create_shared(ring_path, RING_BYTES)
         except OSError as error:
-            raise RefusalError(
+            raise RefusedError(
                 "no_memory", f"{ring_path}: no room for {RING_BYTES} bytes: {error}; enlarge its file system"
             ) from error
         client = RegisteredClient(
@@ -388,26 +388,26 @@ class Clients(dict[int, RegisteredClient]):
     def attach(self, session: int, request: Attach) -> RegisteredClient:
         """Add a worker to the client with this session, or with session 0 to any client of its engine.
 
-        Raises ``RefusalError`` if there is no such client or rank.
+        Raises ``RefusedError`` if there is no such client or rank.
         """
         self._check_live(request.live)
         for client in self.values():
             if client.live.path == request.live.engine and session in (0, client.session):
                 if not 0 <= request.rank < client.num_ranks:
-                    raise RefusalError("malformed", f"rank {request.rank} is not below {client.num_ranks}")
+                    raise RefusedError("malformed", f"rank {request.rank} is not below {client.num_ranks}")
                 if len(client.watches) >= MAX_WATCHES * client.num_ranks + 1:
-                    raise RefusalError(
+                    raise RefusedError(
                         "too_many", f"{len(client.watches)} processes work for this engine already"
                     )
                 client.watch(request.live, request.rank)
                 return client
-        raise RefusalError(
+        raise RefusedError(
             "no_session", "the engine of this worker is not registered here, or has registered again"
         )
 
     def _check_live(self, live: Live) -> None:
         if not is_live_file(Path(live.path), self._runtime_dir):
-            raise RefusalError("malformed", f"live.path: not a live file in {self._runtime_dir}")
+            raise RefusedError("malformed", f"live.path: not a live file in {self._runtime_dir}")
 
     def _new_session(self) -> int:
         return self._salt | next(self._serial)
@@ -441,10 +441,10 @@ class Clients(dict[int, RegisteredClient]):
     # --- heartbeats ---------------------------------------------------------------------------------------
 
     def heard_from(self, session: int) -> RegisteredClient:
-        """Return the client of a request, which counts as a heartbeat. Raises ``RefusalError`` if it is unknown."""
+        """Return the client of a request, which counts as a heartbeat. Raises ``RefusedError`` if it is unknown."""
         client = self.get(session)
         if client is None:
-            raise RefusalError("no_session", f"session {session} is unknown here; register again")
+            raise RefusedError("no_session", f"session {session} is unknown here; register again")
         client.hear()
         return client
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fdcache.errors import StorageError
+from fdcache.errors import RefusedError, StorageError
 from fdcache.hashing import tenant_key
 from fdcache.metadata import HashArray
 from fdcache.service.server.arguments import ArgumentError, Arguments, number, whole
@@ -18,7 +18,6 @@ from fdcache.service.server.prefixes import StoredPrefix
 from fdcache.service.server.service import Service
 from fdcache.service.server.slices import in_batches, json_list
 from fdcache.service.wire.control_views import DeleteView, MoveView, PrefetchView, QuotaView
-from fdcache.service.wire.protocol import RefusalError
 from fdcache.service.wire.views import MissReason
 from fdcache.settings.kinds import NO_TENANT_NAME
 from fdcache.tiers.pool import ABSENT
@@ -121,12 +120,12 @@ class ControlCommands:
         self, key: tuple[str, bytes], prefix: StoredPrefix, storage: LayoutStorage, end: int
     ) -> _Prefetch:
         if not self._service.grants_slots:
-            raise RefusalError("busy", f"the service is {self._service.state}; nothing is read now")
+            raise RefusedError("busy", f"the service is {self._service.state}; nothing is read now")
         if len(self._prefetches) >= MOST_JOBS:
-            raise RefusalError("busy", f"{MOST_JOBS} prefixes are being read; try again later")
+            raise RefusedError("busy", f"{MOST_JOBS} prefixes are being read; try again later")
         reads = storage.reads
         if reads is None or not reads.is_open:
-            raise RefusalError("busy", "the storage of this namespace is being opened; try again later")
+            raise RefusedError("busy", "the storage of this namespace is being opened; try again later")
         paths = [prefix.keys, *([prefix.path_to(end)] if prefix.states and end else [])]
         fetches = [
             reads.begin(path, _nothing_on_device, budget=JOB_SECONDS, bandwidth=float("inf"))
@@ -160,7 +159,7 @@ class ControlCommands:
         key = prefix.namespace.id, prefix.last
         if (under_way := self._moves.get(key)) is None:
             if len(self._moves) >= MOST_JOBS:
-                raise RefusalError("busy", f"{MOST_JOBS} prefixes are being moved; try again later")
+                raise RefusedError("busy", f"{MOST_JOBS} prefixes are being moved; try again later")
             under_way = _Move(prefix, prefix.on_host, time.monotonic() + JOB_SECONDS)
             storage.store(under_way.keys)
             self._moves[key] = under_way
@@ -215,7 +214,7 @@ class ControlCommands:
         start = whole(arguments, "start", 0, 0, 2**31 - 1)
         keys, is_dry = prefix.keys[start * prefix.records :], bool(arguments.get("dry_run"))
         if storage is not None and not isinstance(storage.index, LocalIndex) and len(keys):
-            raise RefusalError(
+            raise RefusedError(
                 "unknown", "storage: other services use it too, and none of them can delete its blocks"
             )
         if is_dry:
@@ -293,10 +292,10 @@ class ControlCommands:
         storage = self._service.storage_of(namespace)
         if storage is None:
             if self._service.storage is None:
-                raise RefusalError(
+                raise RefusedError(
                     "unknown", "storage: the service has none; FDCACHE_STORAGE or --storage gives it one"
                 )
-            raise RefusalError("busy", "the storage of this namespace is not open; try again later")
+            raise RefusedError("busy", "the storage of this namespace is not open; try again later")
         return storage
 
 

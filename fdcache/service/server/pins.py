@@ -10,6 +10,7 @@ from itertools import count
 
 import numpy as np
 
+from fdcache.errors import RefusedError
 from fdcache.metadata import Int32Array
 from fdcache.service.server.arguments import ArgumentError, Arguments, number, whole
 from fdcache.service.server.host_pool import HostPool
@@ -17,7 +18,6 @@ from fdcache.service.server.namespace import Namespace
 from fdcache.service.server.prefixes import StoredPrefix
 from fdcache.service.server.service import Service
 from fdcache.service.wire.control_views import PinView, UnpinView
-from fdcache.service.wire.protocol import RefusalError
 from fdcache.tiers.pool import READY
 
 PIN_SHARE = 0.5
@@ -118,7 +118,7 @@ class PinnedPrefixes:
         most = whole(arguments, "most_blocks", 2**31 - 1, 1, 2**31 - 1)
         prefix = StoredPrefix.of(self._service, arguments)
         if len(self._pins) >= MOST_PINS:
-            raise RefusalError("busy", f"{MOST_PINS} pins are held; end some with unpin")
+            raise RefusedError("busy", f"{MOST_PINS} pins are held; end some with unpin")
         now, on_host = time.monotonic(), prefix.on_host
         wanted = min(on_host, most)
         if wanted and (made := self._made(prefix, wanted, now + seconds)) is not None:

@@ -14,8 +14,8 @@ from enum import Enum, auto
 
 import zmq
 
-from fdcache.errors import FdcacheError, ProtocolError
-from fdcache.service.wire.protocol import Answer, Ask, RefusalError, Refused, Request, ToolAnswer
+from fdcache.errors import FdcacheError, ProtocolError, RefusedError
+from fdcache.service.wire.protocol import Answer, Ask, Refused, Request, ToolAnswer
 from fdcache.service.wire.views import ServiceTotals
 
 MAX_MESSAGES = 4096
@@ -143,13 +143,13 @@ class ToolQueue:
         """Some client had no room for its answer; ``retry`` sends it again."""
 
     def add(self, identity: bytes, question: Question) -> None:
-        """Queue a question. Raises ``RefusalError`` if the client has too many."""
+        """Queue a question. Raises ``RefusedError`` if the client has too many."""
         tool = self._tools.get(identity)
         if tool is not None and (
             len(tool.questions) >= MAX_QUESTIONS
             or sum(each.size for each in tool.questions) + question.size > MAX_QUESTION_BYTES
         ):
-            raise RefusalError(
+            raise RefusedError(
                 "busy",
                 f"{len(tool.questions)} questions of this client wait already; read their answers first",
             )
@@ -195,7 +195,7 @@ class ToolQueue:
             tool.part += next(tool.slices)
         except StopIteration:
             tool.is_complete = True
-        except RefusalError as refusal:
+        except RefusedError as refusal:
             tool.refusal = Refused(refusal.code, str(refusal))
         except ProtocolError as error:
             tool.refusal = Refused("malformed", str(error))

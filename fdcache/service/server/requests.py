@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from fdcache.errors import ProtocolError
+from fdcache.errors import ProtocolError, RefusedError
 from fdcache.metadata import HashArray, Int32Array
 from fdcache.service.server.clients import RegisteredClient
 from fdcache.service.server.deletion_log import DeletionLog
@@ -35,7 +35,6 @@ from fdcache.service.wire.protocol import (
     Prefetch,
     Publish,
     Published,
-    RefusalError,
 )
 from fdcache.service.wire.views import MissReason
 from fdcache.tiers.fetches import OnDevice
@@ -54,7 +53,7 @@ def match(client: RegisteredClient, request: Match, *, paused: bool, may_read: b
     starts = int32_from(request.starts, "starts", len(counts))
     hashes = hashes_from(request.hashes)
     if len(counts) > MAX_PATHS or len(hashes) > MAX_BLOCKS:
-        raise RefusalError("too_many", f"more than {MAX_PATHS} paths or {MAX_BLOCKS} blocks in one look-up")
+        raise RefusedError("too_many", f"more than {MAX_PATHS} paths or {MAX_BLOCKS} blocks in one look-up")
     if (
         (counts < 0).any()
         or int(counts.sum()) != len(hashes)
@@ -153,7 +152,7 @@ def stored(client: RegisteredClient, request: FindStored) -> FoundStored:
     """Tell which blocks the storage has."""
     hashes = hashes_from(request.hashes)
     if len(hashes) > MAX_BLOCKS:
-        raise RefusalError("too_many", f"more than {MAX_BLOCKS} blocks in one question")
+        raise RefusedError("too_many", f"more than {MAX_BLOCKS} blocks in one question")
     return FoundStored(client.fetches.stored(hashes).view(np.uint8).tobytes())
 
 
@@ -161,7 +160,7 @@ def last_end(client: RegisteredClient, request: FindEnd) -> FoundEnd:
     """Tell after how many pages the storage has states."""
     hashes, layout = hashes_from(request.hashes), client.namespace.layout
     if len(hashes) * (layout.page_records + layout.num_states) > MAX_BLOCKS:
-        raise RefusalError("too_many", f"more than {MAX_BLOCKS} blocks in one question")
+        raise RefusedError("too_many", f"more than {MAX_BLOCKS} blocks in one question")
     if not 0 <= request.first <= len(hashes):
         raise ProtocolError("first does not fit the hashes")
     return FoundEnd(client.fetches.last_end(hashes, request.first) if layout.num_states else 0)
@@ -200,7 +199,7 @@ def publish(client: RegisteredClient, request: Publish, deletions: DeletionLog) 
         raise ProtocolError("slots, hashes and parents differ in length")
     numbers = slots.tolist()
     if len(set(numbers)) != len(numbers) or not client.stock.keys() >= set(numbers):
-        raise RefusalError("not_yours", "slots: some were not granted to this session, or are named twice")
+        raise RefusedError("not_yours", "slots: some were not granted to this session, or are named twice")
     generations = np.array([client.stock[slot] for slot in numbers], np.uint32)
     namespace = client.namespace
     complete = np.zeros(len(slots), np.bool_)

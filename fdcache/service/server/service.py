@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from fdcache.errors import FdcacheError, HostMemoryError, ProtocolError
+from fdcache.errors import FdcacheError, HostMemoryError, ProtocolError, RefusedError
 from fdcache.metadata import HashArray
 from fdcache.service.server import requests
 from fdcache.service.server.arena import Arena
@@ -49,7 +49,6 @@ from fdcache.service.wire.protocol import (
     Prefetch,
     Publish,
     Refill,
-    RefusalError,
     Refused,
     Register,
     Registered,
@@ -160,7 +159,7 @@ class Service:
                 return None
             kind = type(request).__name__.lower()
             return self._carry_out(identity, frame.session, request)
-        except RefusalError as refusal:
+        except RefusedError as refusal:
             return self._refused(frame, kind, refusal.code, refusal)
         except (ProtocolError, ValueError, IndexError) as error:
             return self._refused(frame, kind, "malformed", error)
@@ -205,12 +204,12 @@ class Service:
             namespace = self.clients.attach(session, request).namespace
             return Attached(namespace.geometry, namespace.layout.fingerprint)
         if self.draining and isinstance(request, Match):
-            raise RefusalError("draining", "the service is shutting down")
+            raise RefusedError("draining", "the service is shutting down")
         return self._handlers[type(request)](self.clients.heard_from(session), request)
 
     def _register(self, identity: bytes, request: Register) -> Answer:
         if self.draining:
-            raise RefusalError("draining", "the service is shutting down; try again later")
+            raise RefusedError("draining", "the service is shutting down; try again later")
         self.make_lost_files()
         client = self.clients.register(identity, request)
         client.forgotten = min(request.forgotten, self.deletions.latest)
@@ -250,7 +249,7 @@ class Service:
     def _match(self, client: RegisteredClient, request: Match) -> Answer:
         client.take_runs()
         if client.ring_error:
-            raise RefusalError("malformed", client.ring_error)
+            raise RefusedError("malformed", client.ring_error)
         answer = requests.match(client, request, paused=self.paused, may_read=self.grants_slots)
         if answer.fetched and (storage := self.storage_of(client.namespace)) is not None:
             parts = np.diff(int32_from(answer.fetched, "fetched").reshape(-1, 2))[:, 0]

@@ -12,6 +12,7 @@ import msgspec
 
 from fdcache import __version__
 from fdcache._core import Tier
+from fdcache.errors import RefusedError
 from fdcache.metadata import SwapPurpose
 from fdcache.service.server.arguments import (
     ArgumentError,
@@ -30,7 +31,7 @@ from fdcache.service.server.resets import reset
 from fdcache.service.server.service import Service
 from fdcache.service.server.slices import in_batches, json_list, json_object
 from fdcache.service.wire.client_views import ClientFigures, ClientView, CopiedView, TransferView
-from fdcache.service.wire.protocol import Ask, RefusalError
+from fdcache.service.wire.protocol import Ask
 from fdcache.service.wire.records import total
 from fdcache.service.wire.storage_views import (
     LoadingView,
@@ -101,12 +102,12 @@ class Views:
         }
 
     def slices(self, ask: Ask) -> Iterator[bytes]:
-        """Carry out a view or command and yield its answer, JSON, in parts. Raises ``RefusalError``.
+        """Carry out a view or command and yield its answer, JSON, in parts. Raises ``RefusedError``.
 
         Each part takes a moment; requests of engines may be carried out between two of them.
         """
         if ask.what not in self._answers:
-            raise RefusalError("unknown", f"{ask.what!r} is none of {', '.join(self._answers)}")
+            raise RefusedError("unknown", f"{ask.what!r} is none of {', '.join(self._answers)}")
         try:
             answer = self._answers[ask.what](ask.arguments)
             if isinstance(answer, Iterator):
@@ -114,7 +115,7 @@ class Views:
             else:
                 yield msgspec.json.encode(answer)
         except ArgumentError as error:
-            raise RefusalError(error.code, str(error)) from error
+            raise RefusedError(error.code, str(error)) from error
 
     # --- the service --------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from fdcache.errors import FdcacheError, ProtocolError
+from fdcache.errors import ProtocolError
 from fdcache.hashing import TENANT_BYTES
 from fdcache.hints import HintKind, HintStatus
 from fdcache.machine.decoding import MALFORMED
@@ -408,14 +408,6 @@ Answer = (
     | ToolAnswer
     | Refused
 )
-
-
-class RefusalError(FdcacheError):
-    """A request cannot be carried out; the service answers ``Refused``."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 # --- encoding -------------------------------------------------------------------------------------------------

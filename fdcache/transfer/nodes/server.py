@@ -13,7 +13,7 @@ import zmq
 from fdcache.errors import ProtocolError, StorageError
 from fdcache.transfer.access import Gatekeeper, LinkKeys
 from fdcache.transfer.nodes.holdings import Holdings
-from fdcache.transfer.nodes.leases import Leases
+from fdcache.transfer.nodes.leases import ReadLeases
 from fdcache.transfer.nodes.messages import (
     MOST_READ,
     AskHeld,
@@ -50,7 +50,7 @@ class NodeServer:
     ) -> None:
         self.address = address
         self.served_records = self.served_bytes = self.protocol_errors = 0
-        self.leases = Leases()
+        self.leases = ReadLeases()
         self._kept = kept
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gate = Gatekeeper(self._context, keys)
