@@ -80,7 +80,7 @@ class Run:
         with ExitStack() as stack:
             begun = {}
             for name in names:
-                engine = engines.make(name, places)
+                engine = engines.make(name, places, has_states=shape.states is not None)
                 job = Job(shape.name, options.scale, arguments, engine.connector, warm_up, len(names) == 1)
                 environment = engines.environment(options.device, options.home) | engine.environment
                 try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.vllm.shapes import BLOCK, Shape
+from benchmarks.vllm.shapes import Shape
 
 NONE, OURS = "none", "fdcache"
 FAULTY = {"fdcache-failing": "FailingConnector", "fdcache-spoiling": "SpoilingConnector"}
@@ -70,9 +70,11 @@ def _fdcache(name: str, places: Places, module: str, connector: str, **variables
     return Engine(name, config, environment)
 
 
-def make(name: str, places: Places) -> Engine:
-    """Return an engine by its name."""
+def make(name: str, places: Places, *, has_states: bool = False) -> Engine:
+    """Return an engine by its name, for a model with layers that keep states if ``has_states``."""
     module, connector = "fdcache.integrations.vllm", "FdcacheConnector"
+    if has_states:
+        module, connector = "benchmarks.vllm.grouped", "GroupedConnector"
     own = {"FDCACHE_HOST_MEMORY": str(places.host_bytes), **CONTROLS.get(name, {})}
     if name.startswith(LEAST):
         return _fdcache(name, places, "benchmarks.vllm.least", "LeastConnector", **own)
@@ -172,9 +174,7 @@ def arguments(
     common = {
         "model": str(model),
         "skip_tokenizer_init": True,
-        "load_format": "auto" if shape.has_random_weights else "dummy",
         "dtype": shape.dtype,
-        "block_size": BLOCK,
         "max_model_len": shape.longest,
         "num_gpu_blocks_override": shape.device_blocks,
         "max_num_batched_tokens": shape.batch_tokens,
@@ -182,6 +182,7 @@ def arguments(
         "enable_prefix_caching": True,
         "disable_log_stats": True,
         "seed": 0,
+        **shape.options,
     }
     if device == "cpu":
         return common | {
@@ -196,9 +197,7 @@ def arguments(
             graphs["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL"}
     # No share of the device: several engines may be on it, and none of them takes the others' memory for its own.
     memory = {"kv_cache_memory_bytes": shape.device_bytes, "gpu_memory_utilization": 0.1}
-    return (
-        common | graphs | memory | {"attention_backend": "FLASH_ATTN_MLA" if shape.latent else "FLASH_ATTN"}
-    )
+    return common | graphs | memory | {"attention_backend": "TRITON_MLA" if shape.latent else "FLASH_ATTN"}
 
 
 def environment(device: str, home: Path) -> dict[str, str]:

@@ -125,7 +125,7 @@ async def single(driver: Driver, load: Load, has_connector: bool) -> dict[str, A
     return found | {
         "loaded_ms": _ttfts(whole),
         "loaded_cached": cached,
-        "loaded_bytes": max(cached) * driver.shape.token_bytes,
+        "loaded_bytes": driver.shape.loaded_bytes(max(cached)),
         "wrong": wrong,
         "phases_ms": driver.phases([(answer.sent, answer.came[0]) for answer in whole]),
     }

@@ -175,7 +175,10 @@ def variables(folder: Path, device: str) -> dict[str, str]:
     modules = folder / "modules"
     modules.mkdir(parents=True, exist_ok=True)
     (modules / "benchmarks").symlink_to(ROOT / "benchmarks")
-    plugins = {"fdcache_benchmark": ("vllm.general_plugins", "benchmarks.vllm.timing:install")}
+    plugins = {
+        f"fdcache_{name}": ("vllm.general_plugins", f"benchmarks.vllm.{name}:install")
+        for name in ("timing", "weights", "grouped")
+    }
     found = {
         name: value for name, value in os.environ.items() if not name.startswith(("FDCACHE_", "LMCACHE_"))
     }

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.vllm import weights
+
 BLOCK = 16
 """Tokens of a block: vLLM's default."""
 LONGEST = 131_072
@@ -16,10 +18,20 @@ LONGEST = 131_072
 
 
 @dataclass(frozen=True)
+class States:
+    """The layers of a hybrid model that keep a state of ``nbytes``, and what ``config.json`` says of them."""
+
+    layers: int
+    nbytes: int
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Shape:
     """A Llama-like model. ``device_blocks`` is what the engine gets, ``longest`` the most tokens of a request.
 
-    With ``latent`` it is a DeepSeek-like one, whose ranks all hold latents of that width.
+    With ``latent`` it is a DeepSeek-like one, whose ranks all hold latents of that width, and whose queries have
+    ``latent_queries`` if they are compressed. With ``states`` ``layers`` are those that attend.
     """
 
     name: str
@@ -35,12 +47,35 @@ class Shape:
     batch_tokens: int = 8192
     longest: int = 16384
     latent: int = 0
+    latent_queries: int | None = None
+    states: States | None = None
 
     @property
     def page_bytes(self) -> int:
         """Bytes of a block in one layer: keys and values, or latents and their rotary part."""
+        return self.block * self._token_bytes
+
+    @property
+    def block(self) -> int:
+        """Tokens of a block: where layers keep states, as many as these need, as vLLM has it."""
+        return BLOCK * -(-self.states.nbytes // (BLOCK * self._token_bytes)) if self.states else BLOCK
+
+    @property
+    def _token_bytes(self) -> int:
         numbers = self.latent + self.rotary if self.latent else self.kv_heads * self.head_dim * 2
-        return BLOCK * numbers * self.item_bytes
+        return numbers * self.item_bytes
+
+    def loaded_bytes(self, tokens: int) -> int:
+        """Return the bytes that a prefix of so many tokens has: its pages, and the states at its end."""
+        return self.token_bytes * tokens + (self.states.layers * self.page_bytes if self.states else 0)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return what vLLM is told of the layers and the weights."""
+        load = {"load_format": "auto" if self.has_random_weights else "dummy"}
+        if self.latent_queries or self.states:
+            load = {"load_format": weights.FORMAT}
+        return load | ({"mamba_cache_mode": "align"} if self.states else {"block_size": BLOCK})
 
     @property
     def rotary(self) -> int:
@@ -50,7 +85,7 @@ class Shape:
     @property
     def token_bytes(self) -> int:
         """Bytes of a token in all layers."""
-        return self.layers * self.page_bytes // BLOCK
+        return self.layers * self._token_bytes
 
     @property
     def device_bytes(self) -> int:
@@ -69,7 +104,8 @@ class Shape:
 
     def config(self) -> dict[str, Any]:
         """Return the contents of ``config.json``."""
-        return self._common() | (self._latents() if self.latent else {"head_dim": self.head_dim})
+        of_states = self.states.config if self.states else {}
+        return self._common() | (self._latents() if self.latent else {"head_dim": self.head_dim}) | of_states
 
     def _latents(self) -> dict[str, Any]:
         return {
@@ -77,7 +113,7 @@ class Shape:
             "model_type": "deepseek_v3",
             "num_key_value_heads": self.heads,
             "kv_lora_rank": self.latent,
-            "q_lora_rank": None,
+            "q_lora_rank": self.latent_queries,
             "qk_nope_head_dim": self.head_dim,
             "qk_rope_head_dim": self.rotary,
             "v_head_dim": self.head_dim,
@@ -107,6 +143,30 @@ class Shape:
         }
 
 
+def _mamba2(heads: int, head_dim: int, state: int, groups: int, pattern: str, item_bytes: int) -> States:
+    """Return the states of Nemotron-H: M is a Mamba layer, * attends, - has neither."""
+    config = {
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": pattern,
+        "num_hidden_layers": len(pattern),
+        "mamba_num_heads": heads,
+        "mamba_head_dim": head_dim,
+        "ssm_state_size": state,
+        "n_groups": groups,
+        "conv_kernel": 4,
+        "chunk_size": 128,
+        "mlp_hidden_act": "relu2",
+        "layer_norm_epsilon": 1e-5,
+        "mamba_ssm_cache_dtype": "float32",
+    }
+    convolved = 3 * (heads * head_dim + 2 * groups * state) * item_bytes
+    return States(pattern.count("M"), convolved + heads * head_dim * state * 4, config)
+
+
+_NEMOTRON = _mamba2(128, 64, 128, 8, "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", 2)
+_TINY = _mamba2(8, 16, 16, 1, "MM*-", 4)
+
 SHAPES = {
     shape.name: shape
     for shape in (
@@ -117,11 +177,27 @@ SHAPES = {
         Shape("tiny-random", 3, 64, 128, 4, 2, 16, 512, "float32", 160, 256, 1024),
         Shape("mla", 61, 2048, 5632, 16, 1, 128, 16384, latent=512),
         Shape("mla-random", 8, 2048, 5632, 16, 1, 128, 16384, device_blocks=2048, latent=512),
+        Shape(
+            "deepseek-v3",
+            61,
+            7168,
+            18432,
+            128,
+            1,
+            128,
+            129280,
+            device_blocks=4096,
+            latent=512,
+            latent_queries=1536,
+        ),
+        Shape("nemotron-h-8b", 4, 4096, 21504, 32, 8, 128, 131072, device_blocks=400, states=_NEMOTRON),
+        Shape("tiny-hybrid", 1, 64, 128, 4, 2, 16, 512, "float32", 60, 256, 1024, states=_TINY),
         Shape("tiny-mla-random", 3, 64, 128, 4, 1, 16, 512, "float32", 160, 256, 1024, latent=48),
     )
 }
 """64 KiB pages; 8 KiB pages, one rank of eight of a 70B model; random weights; two for a CPU; the latents and layers of
-DeepSeek V3; and latents with random weights, on either."""
+DeepSeek V3; and latents with random weights, on either. DeepSeek V3 itself, with layers as wide as the experts that a
+token has; Nemotron-H 8B, and a small one."""
 
 
 @dataclass(frozen=True)
