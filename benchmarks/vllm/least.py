@@ -32,7 +32,7 @@ from fdcache.metadata import SwapPurpose, TransferPlan
 
 
 @dataclass
-class Loads(KVConnectorMetadata):
+class Loads(KVConnectorMetadata):  # type: ignore[misc]
     """The device blocks of each request whose load begins with a step."""
 
     blocks: dict[str, Sequence[int]] = field(default_factory=dict)
@@ -62,7 +62,8 @@ class Copies:
         number = next(self._numbers)
         copies = swap(purpose, device, self._slots[: len(device)])
         is_load = purpose is SwapPurpose.LOAD
-        plan = TransferPlan(plan_id=number, **{"loads" if is_load else "backups": copies})
+        loads, backups = (copies, None) if is_load else (None, copies)
+        plan = TransferPlan(plan_id=number, loads=loads, backups=backups)
         counter = self._controller.submit_swap_tasks(plan, self._stream)
         if not self._on_gpu:
             counter.wait_all()

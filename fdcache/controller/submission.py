@@ -183,8 +183,8 @@ class PlanSubmission:
             reports = self.in_flight.take_ended()
             if reports and self.launcher is not None:
                 self.launcher.retire()
-            if reports and self.queue.has_copies:
-                self.queue.retire(is_last=not self.in_flight.executions)
+            if reports and (self.queue.has_copies if self.launcher is None else self.queue.keeps_reads):
+                self.queue.retire()
             return self.shares.take_whole(reports) if self.shares.divides else reports
 
     def wait_reports(self, timeout: float | None) -> list[TransferReport]:
@@ -343,7 +343,7 @@ class PlanSubmission:
                 running = self.in_flight.running()
                 if not running:
                     self.in_flight.release_ended()
-                    self.queue.retire(is_last=True)
+                    self.queue.retire()
                     yield
                     return
             # Not under the lock: others may poll and cancel meanwhile.

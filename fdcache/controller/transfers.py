@@ -101,6 +101,9 @@ class DeviceReads:
         self._executions = executions
         self._events: dict[int, list[Event]] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._events)
+
     def add(self, plan_id: int, done: Event) -> None:
         """Add a copy, which ends with this event."""
         self._events.setdefault(plan_id, []).append(done)
@@ -146,7 +149,7 @@ class TransferQueue:
         self._reads = DeviceReads(executions)
         self._nothing = LaunchedLayers([None] * self._groups.num_layers)
         self.has_copies = False
-        """True if copies were enqueued here that may be in flight, or were not retired."""
+        """True once copies were enqueued here."""
 
     def launch(
         self,
@@ -211,9 +214,13 @@ class TransferQueue:
         """True if loads of earlier plans wait, behind which a new one has to queue."""
         return not self._loads.is_empty
 
-    def retire(self, *, is_last: bool) -> None:
-        """Release the memory of finished copies; ``is_last``: no others are in flight."""
-        self.has_copies = not is_last
+    @property
+    def keeps_reads(self) -> bool:
+        """True if copies out of the device that were enqueued here were not retired yet."""
+        return bool(self._reads)
+
+    def retire(self) -> None:
+        """Release the memory of finished copies."""
         for each in (self._evictions.stream, self._loads, self._backups.stream):
             each.retire()
         self._reads.forget_ended()

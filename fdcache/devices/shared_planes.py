@@ -100,7 +100,7 @@ class MappedPlanes:
 
     def __init__(self, file: PlanesFile, layout: KVLayout) -> None:
         try:
-            fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe is not waited for
         except OSError as error:
             raise TransferError(
                 f"the peer's planes {file.path} cannot be opened: {error.strerror}; ipc needs both instances on one "

@@ -349,9 +349,13 @@ def share(layout: KVLayout, rank: int, peer_ranks: int | None, state_parts: tupl
     if theirs is layout:
         return Sharing(layout, ((rank, None),), (), (None,), rank)
     if layout.num_states and (layout.is_latent or not state_parts):
+        why = (
+            "states beside latents, of which ranks have different shares"
+            if layout.is_latent
+            else "states, and it is not known which part of one each rank has (state_parts of open_transfer)"
+        )
         raise TransferError(
-            f"FDCACHE_TRANSFER_PEER_RANKS={peer_ranks}: the layout has states, and the parts that ranks share of them "
-            f"are not given, or lie beside latents; give all instances {layout.tp_size} ranks"
+            f"FDCACHE_TRANSFER_PEER_RANKS={peer_ranks}: the layout has {why}; give all instances {layout.tp_size} ranks"
         )
     if layout.is_latent:
         return _replicated(layout, theirs, rank)

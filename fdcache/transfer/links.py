@@ -307,7 +307,7 @@ class Links:
         self._answer(route, side.boot, LinkWelcome(self.mine))
 
     def _no_room(self, nbytes: int) -> LinkRefused | None:
-        """Return why no other decode peer is taken that says so many bytes of itself, None if it is."""
+        """Return why a decode peer that says this much of itself is not taken, None if it is."""
         count, taken = len(self.incoming), sum(each.nbytes for each in self.incoming.values())
         if count < _MOST_PEERS and taken + nbytes <= _MOST_PEER_BYTES:
             return None

@@ -26,6 +26,8 @@ NO_BOOT = bytes(BOOT_BYTES)
 """Addressee of a message to a peer whose boot is not known yet."""
 MOST_BYTES = 16 << 20
 """Longest message that is read."""
+MOST_NAME = 4096
+"""Characters of the name of a transfer: both sides remember thousands of names."""
 
 _HEADER = struct.Struct("<4sHH16s16s")
 
@@ -234,6 +236,8 @@ def _check(message: AnyMessage) -> None:
         raise ProtocolError(f"sums: {len(message.sums)} bytes for {len(message.hashes) // 32} blocks")
     if isinstance(message, End) and message.reason not in _REASONS:
         raise ProtocolError(f"reason: {message.reason} is none of {sorted(_REASONS)}")
+    if len(getattr(message, "transfer", "")) > MOST_NAME:
+        raise ProtocolError(f"transfer: a name has at most {MOST_NAME} characters")
     numbers = [value for value in msgspec.structs.astuple(message) if isinstance(value, int)]
     if numbers and min(numbers) < 0:
         raise ProtocolError("a negative number")

@@ -93,7 +93,10 @@ def test_states_without_parts_are_refused_by_name(tmp_path: Path) -> None:
     )
     with CacheController(CopySettings(), layout) as controller:
         controller.initialize_kv_cache(4, shared=tmp_path)
-        with pytest.raises(TransferError, match="FDCACHE_TRANSFER_PEER_RANKS=2: the layout has states"):
+        with pytest.raises(
+            TransferError,
+            match="FDCACHE_TRANSFER_PEER_RANKS=2: the layout has states, and it is not known which part",
+        ):
             controller.open_transfer(settings)
         with pytest.raises(TransferError, match="cannot be divided among 2 ranks in multiples of 8 bytes"):
             controller.open_transfer(settings, state_parts=(24, 16))

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,22 @@ def test_another_file_of_the_same_name_is_not_mapped(tmp_path: Path) -> None:
     assert "cannot be opened" in (connector.connect(b"1" * 16, described) or "")
     source.shared.path.write_bytes(bytes(source.shared.nbytes))
     assert "does not match the peer's description" in (connector.connect(b"2" * 16, described) or "")
+
+
+def test_what_is_no_file_of_planes_is_refused_without_waiting_for_it(tmp_path: Path) -> None:
+    """A pipe that a peer names as its planes would be waited for until somebody writes to it."""
+    source, target = (PeerPlanes(transfer_layout(), 4, tmp_path) for _ in range(2))
+    described = IpcConnector(source.context(IPC)).memory
+    connector = IpcConnector(target.context(IPC))
+    source.shared.path.unlink()
+    os.mkfifo(source.shared.path)
+    reasons: list[str | None] = []
+    thread = threading.Thread(
+        target=lambda: reasons.append(connector.connect(b"1" * 16, described)), daemon=True
+    )
+    thread.start()
+    thread.join(10.0)
+    assert reasons and "does not match the peer's description" in (reasons[0] or "")
 
 
 def test_the_file_of_a_killed_process_is_removed_and_that_of_a_living_one_stays(tmp_path: Path) -> None:

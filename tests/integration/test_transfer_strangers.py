@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import threading
 import uuid
 from collections.abc import Iterator
@@ -175,35 +173,6 @@ def test_a_peer_at_the_address_of_a_living_one_replaces_nothing(prefill: Instanc
         prefill.until(lambda: len(prefill.transfers.peers) == 2)
 
 
-def test_peers_beyond_the_limit_are_refused_by_name(
-    prefill: Instance, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fdcache.transfer.links._MOST_PEERS", 3)
-    with outsider(prefill.address) as peer:
-        answers = []
-        for index in range(5):
-            peer.boot = bytes([index]) * 16
-            with outsider(prefill.address, boot=peer.boot) as each:
-                answers.append(each.greet(identity_of(prefill), live=None))
-        assert [type(each).__name__ for each in answers] == ["LinkWelcome"] * 3 + ["LinkRefused"] * 2
-        assert len(prefill.transfers.peers) == 3
-
-
-def test_peers_that_describe_themselves_at_length_are_refused_by_name(prefill: Instance) -> None:
-    """What is kept of peers has a limit in bytes as well: a description may be as long as a message."""
-    mine = identity_of(prefill)
-    for index in range(5):
-        with outsider(prefill.address) as peer:
-            answer = peer.greet(mine, live=None, memory=b"x" * (15 << 20))
-            if index < 4:
-                assert isinstance(answer, LinkWelcome)
-            else:
-                assert isinstance(answer, LinkRefused)
-                assert (answer.field, answer.theirs) == ("peers", "one more of 15 MiB")
-    assert len(prefill.transfers.peers) == 4
-    hand_over(prefill, "d")
-
-
 def test_a_silent_peer_of_which_nothing_is_known_is_forgotten_and_may_come_back(
     prefill: Instance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,13 +185,6 @@ def test_a_silent_peer_of_which_nothing_is_known_is_forgotten_and_may_come_back(
         peer.send(End("r", 1, EndReason.DONE), welcome.side.boot)
         assert isinstance(peer.answer(), Stranger)
         assert isinstance(peer.greet(identity_of(prefill), live=None), LinkWelcome)
-
-
-def test_a_frame_that_is_too_long_is_not_read(prefill: Instance) -> None:
-    with outsider(prefill.address) as peer:
-        peer._socket.send(b"x" * (17 << 20))
-        assert peer.answer(0.5) is None
-        hand_over(prefill, "d")
 
 
 @pytest.mark.parametrize(
@@ -245,25 +207,6 @@ def test_an_address_that_no_rank_can_have_costs_its_own_fetch_alone(tmp_path: Pa
         mine.until(lambda: mine.outcomes)
         assert "write ipc:///directory/name or tcp://host:port" in str(mine.outcomes[0].error_message)
         assert identity_of(mine).boot == before
-
-
-def test_a_peer_that_never_stops_talking_does_not_stop_the_others(prefill: Instance) -> None:
-    code = """
-import sys, zmq
-socket = zmq.Context().socket(zmq.DEALER)
-socket.connect(sys.argv[1])
-while True:
-    socket.send(b"x" * 40)
-"""
-    talker = subprocess.Popen([sys.executable, "-c", code, prefill.address])
-    try:
-        prefill.until(lambda: prefill.transfers.protocol_errors > 2000)
-        for name in "abc":
-            hand_over(prefill, name)
-        assert talker.poll() is None
-    finally:
-        talker.kill()
-        talker.wait()
 
 
 def test_a_process_that_took_the_boot_id_of_another_bans_it_not(tmp_path: Path, prefill: Instance) -> None:

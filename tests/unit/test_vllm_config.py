@@ -496,5 +496,8 @@ def test_ranks_of_peers_that_cannot_be_served_are_refused_by_name() -> None:
         config.require_peer_ranks(layout, given, 2)
         with pytest.raises(ConfigurationError, match=f"FDCACHE_TRANSFER_PEER_RANKS=1.*{words}"):
             config.require_peer_ranks(layout, given, 1)
+    beside = KVLayout.build([mixed], groups=(CacheGroup(16), state), **common)
+    with pytest.raises(ConfigurationError, match=r"latents \(MLA\) beside them.*give all engines 2 ranks$"):
+        config.require_peer_ranks(beside, kv_config(MLAAttentionSpec), 1, (8,))  # no layout of pages helps
     for groups in ((), (CacheGroup(16), window)):
         config.require_peer_ranks(KVLayout.build([apart], groups=groups, **common), given, 1)

@@ -53,6 +53,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": [_SLIDING, _FULL] * 2,
         },
     ),
+    "Nemotron-H": (
+        "nemotron_h",
+        {
+            "hybrid_override_pattern": "MM*-",
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "n_groups": 1,
+            "conv_kernel": 4,
+            "chunk_size": 16,
+        },
+    ),
     "DeepSeek V3": (
         "deepseek_v3",
         {

@@ -61,7 +61,7 @@ class Observed:
         self.model = runner.model
         layout = self.manager.layout
         blocks = self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
-        self.tensors = [page_tensor(tensor, layout.planes[0].nbytes, blocks) for tensor in runner.kv_caches]
+        self.tensors = [page_tensor([tensor], layout.planes[0].nbytes, blocks) for tensor in runner.kv_caches]
         self._number = 0
 
     @property

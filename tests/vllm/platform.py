@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from vllm.platforms.cpu import CpuPlatform
 
+from tests.vllm import mamba
+
 _OPERATORS = torch.library.Library("_C", "FRAGMENT")
 
 
@@ -177,6 +179,7 @@ for _schema, _function in (
         "int block_size) -> ()",
         _slot_mapping,
     ),
+    *mamba.OPERATORS,
 ):
     _OPERATORS.define(_schema)
     _OPERATORS.impl(_schema.partition("(")[0], _function, "CompositeExplicitAutograd")

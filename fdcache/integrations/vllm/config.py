@@ -161,10 +161,19 @@ def require_peer_ranks(
         return
     are_apart = all(plane.kind is PlaneKind.PAIR for plane in layout.planes)
     if layout.state_groups and not (states and are_apart):
-        missing = "no run of bytes for each head beside them" if states else "parts that are not known"
+        remedy = ""
+        if _is_latent(kv_cache_config):
+            missing = "latents (MLA) beside them, of which ranks have other shares"
+        elif not states:
+            missing = "parts that are not known"
+        else:
+            missing, remedy = (
+                "no run of bytes for each head beside them",
+                ", or set VLLM_KV_CACHE_LAYOUT to HND on all",
+            )
         raise ConfigurationError(
             f"FDCACHE_TRANSFER_PEER_RANKS={peer_ranks}: the model has layers that keep states, with {missing}; give "
-            f"all engines {layout.tp_size} ranks{', or set VLLM_KV_CACHE_LAYOUT to HND on all' if states else ''}"
+            f"all engines {layout.tp_size} ranks{remedy}"
         )
     if not (are_apart or _is_latent(kv_cache_config)):
         raise ConfigurationError(

@@ -90,7 +90,7 @@ class FdcacheConnector(*_BASES):  # type: ignore[misc]
         weights = given_settings(self._kv_transfer_config).deployment.weights
         states = state_parts(kv_cache_config, channels_first=_has_channels_first())
         layout = layout_from_config(vllm_config, kv_cache_config, packed_by, weights, states)
-        if layout.groups and not _REPORTS_REQUESTS:
+        if layout.groups and not isinstance(self, SupportsHMA):
             raise ConfigurationError(
                 "FdcacheConnector: all layers have a sliding window, and this version of vLLM cannot compute a request "
                 "from its beginning when its load has failed; use vLLM 0.33, or set --disable-sliding-window"

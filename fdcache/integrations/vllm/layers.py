@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fdcache.integrations.vllm.pages import pages_of
+from fdcache.integrations.vllm.pages import memories, pages_of
 
 
 class StepLayers:
@@ -53,8 +53,8 @@ def layers_of_planes(vllm_config: Any, kv_cache_config: Any) -> dict[str, int]:
         return {}
     pages = pages_of(kv_cache_config)
     if pages is None:
-        (group,) = kv_cache_config.kv_cache_groups
-        return {name: number for number, name in enumerate(group.layer_names)}
+        shared = enumerate(memories(kv_cache_config))
+        return {name: number for number, (layers, _) in shared for name in layers}
     found: dict[str, int] = {}
     for tensor in kv_cache_config.kv_cache_tensors:
         for number, name in enumerate(tensor.layers):

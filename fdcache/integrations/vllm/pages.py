@@ -139,8 +139,16 @@ def plane_bytes(kv_cache_config: Any) -> list[int]:
     """Return the bytes of each plane of a block: the pages of its layers."""
     if (pages := pages_of(kv_cache_config)) is not None:
         return [page.nbytes for page in pages]
-    (group,) = kv_cache_config.kv_cache_groups
-    sizes = {name: int(spec.page_size_bytes) for name, spec in layer_specs(group).items()}
-    for tensor in getattr(kv_cache_config, "kv_cache_tensors", ()):
-        sizes |= dict.fromkeys(tensor.shared_by, tensor.size // kv_cache_config.num_blocks)
-    return [sizes[name] for name in group.layer_names]
+    return [nbytes for _, nbytes in memories(kv_cache_config)]
+
+
+def memories(kv_cache_config: Any) -> list[tuple[list[str], int]]:
+    """Return the layers that share each tensor, one of each group, and the bytes of a block in it."""
+    first, *others = kv_cache_config.kv_cache_groups
+    num_blocks, tensors = kv_cache_config.num_blocks, getattr(kv_cache_config, "kv_cache_tensors", ())
+    if others:
+        return [(list(each.shared_by), each.size // num_blocks) for each in tensors]
+    sizes = {name: int(spec.page_size_bytes) for name, spec in layer_specs(first).items()}
+    for tensor in tensors:
+        sizes |= dict.fromkeys(tensor.shared_by, tensor.size // num_blocks)
+    return [([name], sizes[name]) for name in first.layer_names]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fdcache.errors import ConfigurationError
-from fdcache.integrations.vllm.pages import pages_of, plane_bytes
+from fdcache.integrations.vllm.pages import memories, pages_of
 
 
 def planes_of(kv_cache_config: Any, tensors: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -18,9 +18,8 @@ def planes_of(kv_cache_config: Any, tensors: Mapping[str, Any]) -> list[torch.Te
     """
     num_blocks, pages = kv_cache_config.num_blocks, pages_of(kv_cache_config)
     if pages is None:
-        (group,) = kv_cache_config.kv_cache_groups
-        sizes = zip(group.layer_names, plane_bytes(kv_cache_config), strict=True)
-        return [page_tensor(tensors[name], nbytes, num_blocks) for name, nbytes in sizes]
+        shared = memories(kv_cache_config)
+        return [page_tensor(_parts(tensors[layers[0]]), nbytes, num_blocks) for layers, nbytes in shared]
     raw, base = None, 0
     for tensor in kv_cache_config.kv_cache_tensors:
         for number, name in enumerate(tensor.layers):
@@ -58,12 +57,15 @@ def require_run(tensor: torch.Tensor, page_bytes: int, num_blocks: int) -> None:
         )
 
 
-def page_tensor(tensor: torch.Tensor, page_bytes: int, num_blocks: int) -> torch.Tensor:
+def page_tensor(parts: Sequence[torch.Tensor], page_bytes: int, num_blocks: int) -> torch.Tensor:
     """Return a layer's pages as bytes, shape (blocks, page bytes), with the stride between blocks that vLLM gave them.
 
-    Raises ``ConfigurationError`` unless each block is one contiguous page.
+    The parts of a state follow each other in its pages. Raises ``ConfigurationError`` unless each block is one
+    contiguous page.
     """
-    require_run(tensor, page_bytes, num_blocks)
+    tensor, *others = parts
+    if not others:
+        require_run(tensor, page_bytes, num_blocks)
     size, rows = tensor.element_size(), tensor.shape[0] // num_blocks
     stride = rows * tensor.stride(0) * size
     return torch.as_strided(

@@ -1,0 +1,109 @@
+"""Peers that send too much, or too long: there are limits, and hand-overs of others go on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fdcache.errors import RequestStateError
+from fdcache.manager import Request
+from fdcache.transfer.messages import End, EndReason, LinkRefused, LinkWelcome
+from tests.integration.test_transfer_strangers import hand_over, identity_of, outsider
+from tests.transfer_help import Instance, prompt_of
+
+
+@pytest.fixture
+def prefill(tmp_path: Path) -> Iterator[Instance]:
+    with Instance("prefill", tmp_path, "p") as instance:
+        yield instance
+
+
+def test_peers_beyond_the_limit_are_refused_by_name(
+    prefill: Instance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fdcache.transfer.links._MOST_PEERS", 3)
+    with outsider(prefill.address) as peer:
+        answers = []
+        for index in range(5):
+            peer.boot = bytes([index]) * 16
+            with outsider(prefill.address, boot=peer.boot) as each:
+                answers.append(each.greet(identity_of(prefill), live=None))
+        assert [type(each).__name__ for each in answers] == ["LinkWelcome"] * 3 + ["LinkRefused"] * 2
+        assert len(prefill.transfers.peers) == 3
+
+
+def test_peers_that_describe_themselves_at_length_are_refused_by_name(prefill: Instance) -> None:
+    """What is kept of peers has a limit in bytes as well: a description may be as long as a message."""
+    mine = identity_of(prefill)
+    for index in range(5):
+        with outsider(prefill.address) as peer:
+            answer = peer.greet(mine, live=None, memory=b"x" * (15 << 20))
+            if index < 4:
+                assert isinstance(answer, LinkWelcome)
+            else:
+                assert isinstance(answer, LinkRefused)
+                assert (answer.field, answer.theirs) == ("peers", "one more of 15 MiB")
+    assert len(prefill.transfers.peers) == 4
+    hand_over(prefill, "d")
+
+
+def test_a_frame_that_is_too_long_is_not_read(prefill: Instance) -> None:
+    with outsider(prefill.address) as peer:
+        peer._socket.send(b"x" * (17 << 20))
+        assert peer.answer(0.5) is None
+        hand_over(prefill, "d")
+
+
+def test_names_of_any_length_are_not_remembered(prefill: Instance) -> None:
+    """Prefill remembers thousands of transfers that it has not begun yet."""
+    with outsider(prefill.address) as peer:
+        welcome = peer.greet(identity_of(prefill), live=None)
+        assert isinstance(welcome, LinkWelcome)
+        for letter in "abc":
+            peer.send(End(letter * (15 << 20), 1, EndReason.DONE), welcome.side.boot)
+        prefill.until(lambda: prefill.transfers.protocol_errors == 3)
+    hand_over(prefill, "d")
+
+
+def test_a_name_that_no_peer_reads_costs_its_own_hand_over_alone(prefill: Instance, tmp_path: Path) -> None:
+    name, theirs = "n" * 5000, Request("p", prompt_of(3, 4))
+    prefill.start(theirs)
+    with pytest.raises(RequestStateError, match="the name of the transfer has 5000 characters"):
+        prefill.handovers.send([(theirs, name)])
+    prefill.manager.finish([theirs])
+    with Instance("decode", tmp_path, "d") as mine:
+        for request, transfer in (
+            (Request("a", prompt_of(1, 4)), "a"),
+            (Request("b", prompt_of(2, 4)), name),
+        ):
+            mine.fetch(request, prefill.source(transfer))
+            if transfer == name:
+                mine.until(lambda: mine.outcomes, prefill)
+            mine.step()
+        assert [each.request_id for each in mine.outcomes] == ["b"]
+        assert "at most 4096" in str(mine.outcomes[0].error_message)
+        mine.until(lambda: [each.state for each in mine.transfers.peers] == ["accepted"], prefill)
+    assert prefill.transfers.protocol_errors == 0
+
+
+def test_a_peer_that_never_stops_talking_does_not_stop_the_others(prefill: Instance) -> None:
+    code = """
+import sys, zmq
+socket = zmq.Context().socket(zmq.DEALER)
+socket.connect(sys.argv[1])
+while True:
+    socket.send(b"x" * 40)
+"""
+    talker = subprocess.Popen([sys.executable, "-c", code, prefill.address])
+    try:
+        prefill.until(lambda: prefill.transfers.protocol_errors > 2000)
+        for name in "abc":
+            hand_over(prefill, name)
+        assert talker.poll() is None
+    finally:
+        talker.kill()
+        talker.wait()
