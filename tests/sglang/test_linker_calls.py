@@ -22,12 +22,14 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
+from fdcache.devices.cpu import CpuStream
 from fdcache.errors import ConfigurationError, HashingError, UnsupportedLayoutError
 from fdcache.hashing import sglang_keys
 from fdcache.integrations.sglang import config as sglang_config
 from fdcache.integrations.sglang import device_pools, offloads, weights
 from fdcache.integrations.sglang import linker as module
 from fdcache.integrations.sglang.linker import FdcacheLinker
+from fdcache.tasks import CpuEvent
 from tests.service_help import until
 from tests.sglang.test_storage import keys as hex_keys
 
@@ -292,6 +294,26 @@ def test_what_has_gone_is_computed_by_one_rank_and_fails_on_all_of_several(ranks
         assert made._kv.manager._host.in_use == 0
         assert made.lookup("b", transfer(keys))[-1] == 4
         assert loaded(made, "b", keys, [5, 6, 7, 8])
+
+
+def test_a_load_that_is_late_writes_nothing_once_it_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang gives its slots to other requests then."""
+    keys, gate, stream = hex_keys(4), CpuEvent(), CpuStream(1)
+    stream.wait_event(gate)
+    with linker(mha(), FDCACHE_PLAN_TIMEOUT="200ms") as made:
+        assert stored(made, keys, [1, 2, 3, 4])
+        monkeypatch.setattr(made._slots, "current_stream", lambda: stream)
+        assert made.lookup("a", transfer(keys)) == [4]
+        assert made.load("a", transfer(keys, [9, 10, 11, 12]))
+        index = made.start_layer_wise_loading()
+        opened = threading.Timer(0.6, gate.set)
+        opened.start()
+        assert not made.finish_layer_wise_loading(index)
+        assert gate.query() and not made._kv._copying
+        opened.join()
+        assert made.lookup("b", transfer(keys)) == [4]
+        assert loaded(made, "b", keys, [9, 10, 11, 12])
+    stream.close()
 
 
 def test_a_request_that_gets_other_slots_is_loaded_into_these_alone() -> None:

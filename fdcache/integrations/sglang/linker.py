@@ -443,7 +443,7 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._offloads.forget()
         for name, tier in self._tiers.items():
             if not tier.drain(2 * self._timeout):
-                logger.error("FdcacheLinker: copies of the pool %s have not ended", name)
+                logger.error("FdcacheLinker: storage of the pool %s has not ended", name)
         self._offloads.clear()
         self.layer_done_counter.consumer_index = -1
         self._weights.flushed()

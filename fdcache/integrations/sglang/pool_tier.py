@@ -52,6 +52,7 @@ class PoolTier:
         self._may_be_bad = verifies_all or settings.cache.server is not None
         self._names = count(1)
         self._in_flight = 0
+        self._copying: set[int] = set()  # plans whose copies use device pages
         self._looked_at = 0.0
         self._outcomes: dict[str, LoadOutcome] = {}
         self._awaited: set[str] = set()
@@ -142,6 +143,7 @@ class PoolTier:
         counters = []
         for plan in self.manager.take_plans():
             self._in_flight += 1 + len(plan.tasks)
+            self._copying.add(plan.plan_id)
             counter = self._submit(plan, stores_after if plan.loads is None else loads_after)
             if counter is not None and plan.loads is not None:
                 counters.append(counter)
@@ -156,7 +158,7 @@ class PoolTier:
             return None
 
     def outcome(self, request: KeyedRequest, deadline: float) -> bool:
-        """Wait for the end of a load; True if all of it has landed. No copy writes its slots afterwards."""
+        """Wait for the end of a load; True if all of it has landed by then. No copy writes its slots afterwards."""
         name = request.request_id
         while name not in self._outcomes and name in self._awaited:
             left = deadline - time.monotonic()
@@ -164,7 +166,14 @@ class PoolTier:
                 break
             self._take(self.controller.wait_reports(min(left, _POLL)))
         outcome = self._outcomes.get(name)
-        return outcome is not None and outcome.status is LoadStatus.CONFIRMED
+        if outcome is not None and outcome.status is LoadStatus.CONFIRMED:
+            return True
+        if self._copying:
+            logger.error(
+                "a load of the pool %s is late: waiting, as it would write others' pages", self.pages.name
+            )
+            self._end_copies()
+        return False
 
     # --- offers ---------------------------------------------------------------------------------------------
 
@@ -204,6 +213,7 @@ class PoolTier:
 
     def _take(self, reports: Sequence[Any]) -> None:
         self._in_flight -= len(reports)
+        self._copying.difference_update(report.plan_id for report in reports)
         outcomes = self.manager.apply(reports) if reports else []
         for outcome in (*outcomes, *self.manager.expire()):
             self._outcomes[outcome.request_id] = outcome
@@ -211,11 +221,17 @@ class PoolTier:
                 del self._outcomes[outcome.request_id]
 
     def drain(self, timeout: float) -> bool:
-        """Wait until no copy is in flight; return False if one has not ended."""
+        """Wait until no copy is in flight, and so long for storage; return False if that has not ended."""
         deadline = time.monotonic() + timeout
         while self._in_flight and time.monotonic() < deadline:
             self._take(self.controller.wait_reports(_POLL))
+        self._end_copies()
         return not self._in_flight
+
+    def _end_copies(self) -> None:
+        """Wait, however long, until no copy reads or writes device pages: the engine gives them to others then."""
+        while self._copying:
+            self._take(self.controller.wait_reports(_POLL))
 
     def close(self) -> None:
         """End the copies in flight, free the host memory and leave the service."""
