@@ -21,7 +21,7 @@ from fdcache.storage.objects.backend import (
     Stored,
     StoreFailedError,
 )
-from fdcache.storage.objects.bucket import Bucket
+from fdcache.storage.objects.bucket import LOCAL, Bucket
 from fdcache.storage.objects.folder import SharedFolder
 from fdcache.storage.objects.pack import DamagedObjectError, ObjectFormat
 from fdcache.storage.objects.variables import ObjectSettings
@@ -41,6 +41,8 @@ def open_store(place: str, settings: Settings) -> ObjectBackend:
     """Open a bucket with the keys of the settings, or a folder. Raises ``StorageError``."""
     if "://" not in place:
         return SharedFolder(Path(place))
+    if place.startswith(LOCAL) and not Path(place.removeprefix(LOCAL)).is_dir():
+        raise StorageError(f"{place}: there is no folder of this name")
     options = settings.group(ObjectSettings)
     return Bucket(options.model_copy(update={"url": place}), _SECONDS)
 

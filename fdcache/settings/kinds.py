@@ -31,7 +31,7 @@ class Kind:
     """Metadata in ``Annotated[type, Kind]``: the parser that pydantic runs first, and words for messages.
 
     ``parse`` takes a text or a value and raises ``ValueError``. ``expects`` completes "... is not", ``example``
-    completes "use".
+    completes "use". ``mask`` hides what is secret in a text that is shown.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Kind:
     render: Callable[[Any], str] = str
     schema: Schema = field(default_factory=lambda: {"type": "string"})
     secret: bool = False
+    mask: Callable[[str], str] = str
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_before_validator_function(self.parse, handler(source))
@@ -136,7 +137,7 @@ def mask_url(url: str) -> str:
 PATH = Kind("path", "a path", "a folder or file such as /var/lib/fdcache", parse_path)
 HOME_PATH = Kind("path", "a path", "a folder such as ~/.config/fastdeploy", parse_home_path)
 PATH_OR_NONE = Kind("path", "a path", "a folder or file, or none", parse_path_or_none)
-URL = Kind("address", "an address", "an address such as http://collector:4317", parse_url)
+URL = Kind("address", "an address", "an address such as http://collector:4317", parse_url, mask=mask_url)
 FilePath = Annotated[Path, PATH]
 HomePath = Annotated[Path, HOME_PATH]
 FilePathOrNone = Annotated[Path | None, PATH_OR_NONE]

@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, TypedDict, Union, Unpack, get_args,
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from fdcache.settings.kinds import MASK, URL, Kind, mask_url
+from fdcache.settings.kinds import MASK, Kind
 
 _KEY = "variable"
 
@@ -98,7 +98,7 @@ class Group(BaseModel):
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         for name, value in super().__repr_args__():
             kind, _ = _kind_of(type(self).model_fields[name or ""])
-            yield name, mask_url(value) if value and kind is URL else value
+            yield name, kind.mask(value) if isinstance(value, str) else value
 
 
 class Facts(TypedDict, total=False):
@@ -286,8 +286,7 @@ class Variable:
             return None
         if isinstance(value, Enum):
             return str(value.value)
-        text = self.kind.render(value)
-        return mask_url(text) if self.kind is URL else text
+        return self.kind.mask(self.kind.render(value))
 
     def to_json(self, value: Any) -> Any:
         """Return a value as JSON has it, a secret masked."""
@@ -303,7 +302,7 @@ class Variable:
         """Quote a given value for a message: on one line, a secret masked."""
         if self.secret:
             return MASK
-        shown = mask_url(text) if self.kind is URL and isinstance(text, str) else str(text)
+        shown = self.kind.mask(str(text))
         return repr(shown if len(shown) <= 80 else shown[:77] + "...")
 
 

@@ -20,7 +20,7 @@ from fdcache.storage.calibration import FORMAT, StorageSpeed, measure_storage
 from fdcache.storage.objects.backend import ROOT, StoreFailedError
 from fdcache.storage.objects.bucket import Bucket
 from fdcache.storage.objects.calls import CallPool
-from fdcache.storage.objects.variables import ObjectSettings
+from fdcache.storage.objects.variables import ObjectSettings, mask_bucket
 
 T = TypeVar("T")
 
@@ -31,12 +31,13 @@ _PIECE = 4096
 
 
 def measured_place(settings: Settings) -> Path | str | None:
-    """Return the folder or the address of the bucket; None for storage that is not measured."""
+    """Return the folder or the address of the bucket, without a secret; None for storage that is not measured."""
     tier = settings.storage_tier
     if tier.connector in ("local", "shared"):
         return tier.directory
     if tier.connector == "object":
-        return settings.group(ObjectSettings).url
+        url = settings.group(ObjectSettings).url
+        return None if url is None else mask_bucket(url)
     return None
 
 

@@ -118,6 +118,15 @@ def test_the_speed_of_a_store_is_measured_and_believed(
     assert inspect(place)["objects"] == 3, "nothing is left of the measurement"
 
 
+def test_a_folder_that_is_not_there_is_said_to_be_missing_and_not_made(tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    for command in (("inspect", "storage"), ("reset", "storage", "--all", "--yes")):
+        done = run(*command, f"file://{missing}")
+        assert done.returncode != 0, everything(done)
+        assert "there is no folder" in everything(done)
+        assert not missing.exists()
+
+
 def test_doctor_tells_whether_a_bucket_answers(s3: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in s3.environment.items():
         monkeypatch.setenv(name, text)

@@ -15,9 +15,10 @@ from fdcache.storage.objects.bucket import Bucket as Client
 from fdcache.storage.objects.connector import BucketConnector
 from fdcache.storage.objects.variables import ObjectSettings
 from fdcache.testing.storage import KnownRecords, conformance_layout, path_of
+from tests.commands import everything
 from tests.faulty_proxy import FaultyProxy
 from tests.object_help import KEY, KEY_ID, Bucket, S3Server, open_bucket
-from tests.service_help import until
+from tests.service_help import run, until
 
 PATIENCE = 60.0
 LAYOUT = conformance_layout("faults")
@@ -222,6 +223,24 @@ def test_no_key_is_in_the_error_of_settings_that_are_wrong(url: str) -> None:
     assert "hidden-text" not in str(refused.value)
     assert refused.value.__cause__ is None
     assert refused.value.__suppress_context__
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://id:hidden-text@bucket/blocks", "az://container/blocks?sig=hidden-text"]
+)
+def test_an_address_with_a_secret_is_refused_without_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FDCACHE_STORAGE", "object")
+    monkeypatch.setenv("FDCACHE_OBJECT_URL", url)
+    given = read_settings()
+    problems = [str(each) for each in given.problems if "FDCACHE_OBJECT_URL" in each.variables]
+    assert "FDCACHE_OBJECT_KEY" in problems[0]
+    with pytest.raises(StorageError, match="FDCACHE_OBJECT_KEY") as refused:
+        BucketConnector.require(ObjectSettings(url=url))
+    shown = [
+        everything(run(*command)) for command in (("env", "show"), ("env", "show", "--json"), ("doctor",))
+    ]
+    assert all("FDCACHE_OBJECT_URL" in text for text in shown)
+    assert not any("hidden-text" in text for text in (*problems, str(refused.value), *shown))
 
 
 @pytest.mark.parametrize(

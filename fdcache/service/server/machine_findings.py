@@ -31,7 +31,7 @@ from fdcache.settings import Problem, Settings, Severity
 from fdcache.settings.kinds import format_size
 from fdcache.storage.calibration import load_storage_speed, save_storage_speed
 from fdcache.storage.objects.bucket import reach_bucket
-from fdcache.storage.objects.variables import ObjectSettings
+from fdcache.storage.objects.variables import ObjectSettings, mask_bucket
 from fdcache.storage.speed import measure_place, measured_place
 
 _BUCKET_SECONDS = 5.0
@@ -282,12 +282,13 @@ def _bucket(settings: Settings) -> Iterator[Finding]:
     group = settings.group(ObjectSettings)
     if settings.storage_tier.connector != "object" or group.url is None:
         return
+    shown = mask_bucket(group.url)
     try:
         reach_bucket(group, min(settings.storage_tier.timeout, _BUCKET_SECONDS))
     except StorageError as error:
-        yield Finding("bucket", f"{group.url}, does not answer", hint=f"{error}; see docs/nodes.md")
+        yield Finding("bucket", f"{shown}, does not answer", hint=f"{error}; see docs/nodes.md")
     else:
-        yield Finding("bucket", f"{group.url}, answers")
+        yield Finding("bucket", f"{shown}, answers")
 
 
 def _first(problems: Iterable[Problem]) -> str | None:

@@ -23,12 +23,12 @@ from fdcache.storage.objects.backend import (
     StoreFailedError,
 )
 from fdcache.storage.objects.files import read_file
-from fdcache.storage.objects.variables import ObjectSettings, is_bucket_url
+from fdcache.storage.objects.variables import ObjectSettings, wrong_bucket
 
 _MARK = ".used"
 """End of the name of an empty object whose time is when the object of the name before it was last used."""
 
-_FILE = "file://"
+LOCAL = "file://"
 _NOTHING = np.empty(0, np.uint8)
 _RETRIES = 2
 _CONNECT_SECONDS = 5.0
@@ -58,12 +58,10 @@ def load_obstore() -> Any:
 def require_bucket(settings: ObjectSettings) -> str:
     """Return the address of the bucket. Raises ``StorageError`` without obstore, or without an address."""
     load_obstore()
-    url = settings.url
-    if url is None or not is_bucket_url(url):
-        raise StorageError(
-            f"FDCACHE_OBJECT_URL: {url or 'unset'}: object storage needs an address such as s3://bucket/folder"
-        )
-    return url
+    if (wrong := wrong_bucket(settings.url)) is not None:
+        raise StorageError(f"FDCACHE_OBJECT_URL: {wrong}; write s3://bucket/folder")
+    assert settings.url is not None
+    return settings.url
 
 
 def reach_bucket(settings: ObjectSettings, timeout: float) -> None:
@@ -93,7 +91,7 @@ class Bucket:
             if secret is not None
         ]
         self._url = require_bucket(settings)
-        self._folder = Path(self._url.removeprefix(_FILE)) if self._url.startswith(_FILE) else None
+        self._folder = Path(self._url.removeprefix(LOCAL)) if self._url.startswith(LOCAL) else None
         self._can_create = True
         self._open_with = partial(self._open, settings, timeout)
         self._store = self._open_with({})

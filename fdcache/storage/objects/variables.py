@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import PlainSerializer
 
 from fdcache.settings.extensions import Extension, GivenSettings
-from fdcache.settings.kinds import Secret, Text, Url
+from fdcache.settings.kinds import MASK, Kind, Secret, Text, Url, mask_url, parse_text
 from fdcache.settings.problems import Problem
 from fdcache.settings.variable import Component, Group, variable
 
 SCHEMES = ("s3", "gs", "az", "file")
+
+
+def mask_bucket(url: str) -> str:
+    """Hide the user, the password and the query of an address; a folder's name is shown as it is."""
+    if url.startswith("file://"):
+        return url
+    return re.sub(r"\?.*", f"?{MASK}", mask_url(url), flags=re.DOTALL)
+
+
+BUCKET = Kind("address", "an address", "an address such as s3://bucket/folder", parse_text, mask=mask_bucket)
+BucketUrl = Annotated[str, BUCKET, PlainSerializer(mask_bucket, when_used="json")]
 
 
 class ObjectSettings(Group):
@@ -17,7 +32,7 @@ class ObjectSettings(Group):
 
     used_in = (Component.STORAGE, Component.INIT, Component.COMMANDS)
 
-    url: Text | None = variable(
+    url: BucketUrl | None = variable(
         "FDCACHE_OBJECT_URL",
         None,
         "Bucket of object storage, and a folder in it: s3://bucket/folder, gs://bucket/folder, az://container/folder "
@@ -47,24 +62,24 @@ class ObjectSettings(Group):
     )
 
 
-def is_bucket_url(url: str) -> bool:
-    """Return True for an address that object storage can use."""
+def wrong_bucket(url: str | None) -> str | None:
+    """Return why object storage cannot use an address, without a secret that it has; None if it can."""
+    if url is None:
+        return "object storage needs the address of a bucket"
     scheme, colon, rest = url.partition("://")
-    return bool(colon) and scheme in SCHEMES and bool(rest.strip("/"))
+    if not (colon and scheme in SCHEMES and rest.strip("/")):
+        return f"{mask_bucket(url)} is not the address of a bucket"
+    if url != mask_bucket(url):
+        return f"{mask_bucket(url)} has more than a bucket and a folder: keys belong into FDCACHE_OBJECT_KEY"
+    return None
 
 
 def _check(settings: GivenSettings) -> Iterator[Problem]:
     if settings.storage_tier.connector.lower() != "object":
         return
-    url = settings.group(ObjectSettings).url
-    if url is None:
-        wrong = "object storage needs the address of a bucket"
-    elif not is_bucket_url(url):
-        wrong = f"{url} is not the address of a bucket"
-    else:
-        return
-    right = "set FDCACHE_OBJECT_URL, such as s3://bucket/folder"
-    yield settings.conflict(("FDCACHE_STORAGE", "FDCACHE_OBJECT_URL"), wrong, right)
+    if (wrong := wrong_bucket(settings.group(ObjectSettings).url)) is not None:
+        right = "set FDCACHE_OBJECT_URL, such as s3://bucket/folder"
+        yield settings.conflict(("FDCACHE_STORAGE", "FDCACHE_OBJECT_URL"), wrong, right)
 
 
 EXTENSION = Extension({"object": ObjectSettings}, check=_check)
