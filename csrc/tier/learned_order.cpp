@@ -73,7 +73,6 @@ void LearnedOrder::arrive(std::span<const Slot> path, std::span<const Digest> di
         block.kind = ghost->kind;
         block.hits = ghost->hits;
         block.is_tracked = true;
-        kept_ += is_kept(block);
         if (demotion_.below) survival_.used_again(ghost->was_below, ghost->hits > 0, i < *held);
         count(path[i], false, i < *held);
         leave_shadows(block.last_ms);
@@ -87,7 +86,7 @@ void LearnedOrder::leave(Slot slot, const Digest &digest, bool evicted) {
         const Ghosts::Memory memory{block.last_ms, kind_of(block), block.hits, evicted && block.was_below};
         const auto forgotten = evicted ? ghosts_.add(digest, memory) : memory;
         if (forgotten) tables_.forget(forgotten->kind, now_ - forgotten->last_ms);
-        kept_ -= is_kept(block);
+        kept_ -= block.has_room;
     }
     if (block.is_idle) {
         --idle_;
@@ -179,14 +178,14 @@ void LearnedOrder::touch(Slot slot, const Features &features, bool is_last) {
     ++uses_;
     trust_.use();
     if (block.is_tracked && block.hits != kMostHits) ++block.hits;
-    kept_ -= is_kept(block);
+    kept_ -= block.has_room;
     const std::size_t role = role_of(block.hits, features.is_fresh, is_last);
     const std::uint8_t lengths = is_state(slot) ? kOfState : features.lengths;
     block.kind = static_cast<std::uint8_t>(role * ReuseTables::kFeatures + lengths);
     block.last_ms = now_;
     block.request = features.request;
     block.is_tracked = block.is_used = true;
-    block.is_counted = false;
+    block.is_counted = block.has_room = false;
 }
 
 // A tracked block is used: was it found, and would it have been by last use? A request that has to wait, and
@@ -223,8 +222,8 @@ LearnedOrder::Comparison LearnedOrder::compare(const Block &block, bool is_found
 // then. Of a path only the deepest entry can be a leaf, which has a rank.
 HintAnswer LearnedOrder::hint(std::span<const Slot> path, const Hint &hint) {
     const double room = kHintBudget * static_cast<double>(blocks_.size()) - static_cast<double>(kept_);
-    if (hint.keeps() && static_cast<double>(path.size()) > room) {
-        const auto more = std::ranges::count_if(path, [this](Slot slot) { return !is_kept(blocks_[slot]); });
+    if (hint.takes_room() && static_cast<double>(path.size()) > room) {
+        const auto more = std::ranges::count_if(path, [this](Slot slot) { return !blocks_[slot].has_room; });
         if (static_cast<double>(more) > room) return HintAnswer::kOverBudget;
     }
     Block *const blocks = blocks_.data();
@@ -241,11 +240,12 @@ HintAnswer LearnedOrder::hint(std::span<const Slot> path, const Hint &hint) {
         for (; at < path.size(); ++at) {  // mostly all, used as often at the same time
             Block &block = blocks[path[at]];
             if (block.last_ms != first.last_ms || block.hits != first.hits || !block.is_tracked) break;
-            kept += is_kept(block);
+            kept += block.has_room;
             block.kind = kind;
+            block.has_room = hint.takes_room();
         }
     }
-    kept_ += (hint.keeps() ? path.size() : 0) - kept;
+    kept_ += (hint.takes_room() ? path.size() : 0) - kept;
     if (!path.empty()) rank_again(path.back());
     return HintAnswer::kTaken;
 }

@@ -75,7 +75,7 @@ class LearnedOrder final : public LeafOrder {
     static constexpr double kMostRanks = 8;        // in a millisecond, for the passing of time
     static constexpr std::size_t kFewLeaves = 64;  // that are ranked again at each time
     static constexpr double kBeside = 0.5;         // share of a tier below, into which new blocks are copied
-    static constexpr double kHintBudget = 0.5;     // share of the slots whose blocks may stay for hints
+    static constexpr double kHintBudget = 0.5;     // share of the slots whose blocks may have room for hints
     static constexpr std::size_t kSamples = 8192;  // blocks whose age is looked at to learn
     static constexpr std::size_t kAhead = 64;      // samples between a prefetch and its use
     static constexpr std::uint32_t kTailTokens = 2048;  // the end of a path, which few requests share
@@ -94,6 +94,7 @@ class LearnedOrder final : public LeafOrder {
         bool is_used : 1 = false;            // since it arrived
         bool is_idle : 1 = false;            // no use of it has begun since the last one ended
         bool is_counted : 1 = false;         // the use that has begun
+        bool has_room : 1 = false;           // for a hint, until its next use
         mutable bool was_below : 1 = false;  // when it was ranked or taken last
     };
 
@@ -110,10 +111,6 @@ class LearnedOrder final : public LeafOrder {
         bool weighs() const { return gain != 0 || forecast != 0; }
     };
 
-    static bool is_kept(const Block &block) {
-        return ReuseTables::is_hint(block.kind) &&
-               block.kind >= ReuseTables::kFirstHint + HintClasses::kFirstKeeping;
-    }
     // What a block is by now: a hint about it holds until its next use.
     std::uint8_t kind_of(const Block &block) const {
         const bool is_left = !ReuseTables::is_hint(block.kind) && left_.holds(block.request);
@@ -194,7 +191,7 @@ class LearnedOrder final : public LeafOrder {
     std::uint32_t tail_ = 1;                // blocks of a path's end
     std::size_t idle_ = 0;                  // entries that were used and are not
     std::size_t beside_ = 0;                // blocks that the tier below would hold beside these
-    std::size_t kept_ = 0;                  // entries that stay for hints
+    std::size_t kept_ = 0;                  // entries that have room for hints
     std::uint64_t begin_ms_ = 0;            // times are counted from here
     std::uint32_t now_ = 0;
     std::uint32_t learned_ = 0;  // when the tables were computed

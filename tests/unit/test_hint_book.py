@@ -184,6 +184,15 @@ class TestOutcomes:
         assert world.serve(prompt(4), Hint.retain(300)).hint_outcomes[0].status is HintStatus.TAKEN
         assert world.manager.get_stats().hints.outcomes == {"taken": 3, "over_budget": 1}
 
+    def test_when_blocks_return_is_told_of_as_many_as_there_are(self, world: World) -> None:
+        seconds = [300, 20, 3000, 10]
+        hinted = [
+            world.serve(prompt(name), Hint.returns(each)) for name, each in enumerate(seconds)
+        ]  # the tier is full of them
+        assert [each.hint_outcomes[0].status for each in hinted] == [HintStatus.TAKEN] * 4
+        outcomes = [world.serve(prompt(name), Hint.retain(300)).hint_outcomes[0].status for name in range(4)]
+        assert outcomes == [HintStatus.TAKEN] * 2 + [HintStatus.OVER_BUDGET] * 2, "they took no room"
+
     def test_a_watched_hint_takes_no_more_memory_for_a_long_path(self) -> None:
         world = World(blocks=20_000)
         paths = [prompt(1, 8000)[: 4000 * BLOCK], prompt(10_000, 8)]
