@@ -41,9 +41,12 @@ class LearnedOrder final : public LeafOrder {
     bool learns() const override { return true; }
     void set_demotion(Demotion demotion) override {
         demotion_ = std::move(demotion);
-        trust_.be_one_of_several();
+        set_above();
     }
-    void set_above() override { trust_.be_one_of_several(); }
+    void set_above() override {
+        trust_.be_one_of_several();
+        hinted_.be_one_of_several();
+    }
     void set_time(std::uint64_t milliseconds) override;
     void set_values(std::function<EndValue(Slot)> value_of) override {
         value_of_ = std::move(value_of);
@@ -179,6 +182,7 @@ class LearnedOrder final : public LeafOrder {
     LruShadow shadow_;
     LruShadow both_;  // and what it and the tier below would hold together
     Trust trust_;     // false: blocks without a hint are ranked by their last use
+    Trust hinted_;    // by what was found of hinted blocks; false as well: those, too
     Demotion demotion_;
     Survival survival_;
     LeftPaths left_;
