@@ -2,8 +2,8 @@
 
     python -m benchmarks.sglang.worker ENGINE SHAPE ATTENTION FOLDER PAGE SERVER
 
-Prints a line of JSON once it has started, and after a line on standard input one with its figures of each part; the
-last one ``is_whole``.
+Prints a line of JSON once it has started and its kernels are compiled, and after a line on standard input one with its
+figures of each part; the last one ``is_whole``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.sglang.engines import HICACHE_FILE, NONE, SHAPES, TIMED, arguments, model_folder, shape_of
+from benchmarks.sglang.engines import (
+    HICACHE_FILE,
+    NONE,
+    SHAPES,
+    TIMED,
+    Shape,
+    arguments,
+    model_folder,
+    shape_of,
+)
 from benchmarks.sglang.traffic import beside, converse
 
 REPEATS = 5
@@ -29,9 +38,14 @@ NEW_TOKENS = 8
 class Measured:
     """What an engine answers and how fast."""
 
-    def __init__(self, engine: Any, prompts: list[list[int]]) -> None:
+    def __init__(self, engine: Any, shape: Shape, pause: float) -> None:
+        chosen = random.Random(3)
         self._engine = engine
-        self._prompts = prompts
+        self._pause = pause
+        self.prompts = [
+            [chosen.randrange(2, shape.vocabulary) for _ in range(shape.prompt + 8)]
+            for _ in range(OTHERS + 3)
+        ]
         self.answers: dict[int, list[int]] = {}
         self.wrong: dict[str, int] = {}
         self.ttft_ms: dict[str, list[float]] = {}
@@ -39,7 +53,7 @@ class Measured:
 
     def ask(self, name: str, index: int) -> None:
         """Ask for one token, timed, and then for some, which are compared with the first answer to this prompt."""
-        prompt = self._prompts[index]
+        prompt = self.prompts[index]
         began = time.perf_counter()
         first = self._generate(prompt, 1)
         self.ttft_ms.setdefault(name, []).append(round((time.perf_counter() - began) * 1e3, 2))
@@ -56,35 +70,31 @@ class Measured:
         (result,) = self._engine.generate(input_ids=[prompt], sampling_params=parameters)
         return result
 
-    def flush(self, pause: float) -> None:
+    def warm_up(self) -> None:
+        """Have kernels compiled and memory touched, which takes a first engine a minute."""
+        for warm in (OTHERS + 1, OTHERS + 2):
+            self.ask("warm", warm)
+        self.flush()
+        self.ask("warm", OTHERS + 2)
+        self.flush()
+
+    def flush(self) -> None:
         """Let stores end, then empty the pools of SGLang."""
-        time.sleep(pause)
+        time.sleep(self._pause)
         deadline = time.monotonic() + 20
         while not self._engine.flush_cache().success and time.monotonic() < deadline:
             time.sleep(0.02)
         time.sleep(0.1)
 
 
-def measure(engine: Any, name: str, shape_name: str) -> Iterator[dict[str, Any]]:
+def measure(engine: Any, measured: Measured, name: str, shape: Shape) -> Iterator[dict[str, Any]]:
     """Yield the figures of an engine, part by part."""
-    shape = SHAPES[shape_name]
-    chosen = random.Random(3)
-    prompts = [
-        [chosen.randrange(2, shape.vocabulary) for _ in range(shape.prompt + 8)] for _ in range(OTHERS + 3)
-    ]
-    measured = Measured(engine, prompts)
-    pause = 0.3 if name == NONE else 0.8
-    for warm in (OTHERS + 1, OTHERS + 2):  # kernels are compiled, memory is touched
-        measured.ask("warm", warm)
-    measured.flush(pause)
-    measured.ask("warm", OTHERS + 2)
-    measured.flush(pause)
     for index in range(1 + OTHERS):
         measured.ask("cold", index)
     for _ in range(REPEATS):
         measured.ask("device hit", OTHERS)
     for _ in range(REPEATS):
-        measured.flush(pause)
+        measured.flush()
         measured.ask("after flush", 0)
     for step in ("again", *["after eviction"] * ROUNDS):
         for index in range(1 + OTHERS):  # each pushes others off the device
@@ -96,7 +106,7 @@ def measure(engine: Any, name: str, shape_name: str) -> Iterator[dict[str, Any]]
         "answers": [measured.answers[index] for index in sorted(measured.answers)],
     }
     yield {"conversations": converse(engine, shape)}
-    yield {"beside": beside(engine, shape, prompts[: 1 + OTHERS if name != NONE else 1])}
+    yield {"beside": beside(engine, shape, measured.prompts[: 1 + OTHERS if name != NONE else 1])}
 
 
 def main(name: str, shape: str, attention: str, folder: Path, page: int, server: str) -> None:
@@ -117,9 +127,11 @@ def main(name: str, shape: str, attention: str, folder: Path, page: int, server:
     chosen = arguments(name, shape_of(shape, page), model, attention=attention, server=server)
     engine = Engine(**chosen)
     try:
+        measured = Measured(engine, SHAPES[shape], 0.3 if name == NONE else 0.8)
+        measured.warm_up()
         _tell({"engine": name, "start_s": round(time.perf_counter() - began, 1)})
         if sys.stdin.readline():
-            for figures in measure(engine, name, shape):
+            for figures in measure(engine, measured, name, SHAPES[shape]):
                 _tell({"engine": name, **figures})
             if name == TIMED:
                 engine.flush_cache()

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -60,13 +60,16 @@ class Run:
     def _left_s(self) -> float | None:
         return self.processes.left_s
 
+    def _turn(self) -> AbstractContextManager[None]:
+        return self.meeting.turn() if self.options.turns else nullcontext()
+
     @contextmanager
     def started(
         self, shape: Shape, names: Sequence[str], places: Places | None = None, warm_up: bool = True
     ) -> Iterator[dict[str, Process]]:
         """Start engines at the same time; yield those that are ready. One that fails is reported and left out.
 
-        Runs that meet start theirs at the same time, and begin to measure when all are ready.
+        Runs that meet start theirs at the same time, and begin to measure when all are ready, or take turns then.
         """
         options, places = self.options, places or self.places
         left = self.processes.left_s
@@ -98,7 +101,8 @@ class Run:
                     self._least_start_s = min(self._least_start_s or 1e9, record["engine_s"])
                     ready[name] = process
             self.meeting.arrive()
-            yield ready
+            with self._turn():
+                yield ready
 
     def order(self, shape: Shape, name: str, process: Process, order: dict[str, Any]) -> list[dict[str, Any]]:
         """Have an engine carry out an order; return what it measured."""
@@ -135,9 +139,8 @@ class Run:
     def link(self, shape: Shape) -> None:
         """Measure the link between host and device with the bytes of a long prompt."""
         size = LOADS[self.options.scale].single_length * shape.token_bytes
-        with self.processes.started(
-            f"{shape.name}-link", Job(shape.name, "", link_bytes=size), {}
-        ) as process:
+        job = Job(shape.name, "", link_bytes=size)
+        with self._turn(), self.processes.started(f"{shape.name}-link", job, {}) as process:
             for record in process.results():
                 self.add({"shape": shape.name} | record)
 
@@ -232,6 +235,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "measures meanwhile",
     )
     parser.add_argument("--runs", type=int, default=1, help="number of runs that meet (default: 1)")
+    parser.add_argument(
+        "--turns", action="store_true", help="runs that meet share a device: they measure one after the other"
+    )
     parser.add_argument(
         "--start-limit",
         type=float,

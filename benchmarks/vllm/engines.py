@@ -178,7 +178,7 @@ def arguments(
         "max_model_len": shape.longest,
         "num_gpu_blocks_override": shape.device_blocks,
         "max_num_batched_tokens": shape.batch_tokens,
-        "max_num_seqs": 64,
+        "max_num_seqs": min(64, shape.batch_tokens),
         "enable_prefix_caching": True,
         "disable_log_stats": True,
         "seed": 0,

@@ -1,14 +1,21 @@
-"""Runs on several devices of one machine that start their engines together, so that none is measured beside a start."""
+"""Runs of one machine that start their engines together, so that none is measured beside a start.
+
+Those on devices of their own then measure at the same time, those that share one take turns.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 _PAUSE_S = 0.05
 LEFT = "left"
+TURN = "turn"
 
 
 class Meeting:
@@ -35,6 +42,17 @@ class Meeting:
                 return
             time.sleep(_PAUSE_S)
 
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Keep other runs from their turns meanwhile; theirs are waited for until this run's time is over."""
+        with (self._folder / TURN).open("w") as file:
+            while not _is_locked(file):
+                left = self._left_s()
+                if left is not None and left <= 0:
+                    break
+                time.sleep(_PAUSE_S)
+            yield
+
     def leave(self) -> None:
         """Let the others go on without this run."""
         self._write(LEFT)
@@ -44,3 +62,11 @@ class Meeting:
 
     def _names(self, stage: str) -> set[str]:
         return {path.name.rpartition("-")[2] for path in self._folder.glob(f"{stage}-*")}
+
+
+def _is_locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -191,7 +191,7 @@ SHAPES = {
             latent_queries=1536,
         ),
         Shape("nemotron-h-8b", 4, 4096, 21504, 32, 8, 128, 131072, device_blocks=400, states=_NEMOTRON),
-        Shape("tiny-hybrid", 1, 64, 128, 4, 2, 16, 512, "float32", 60, 256, 1024, states=_TINY),
+        Shape("tiny-hybrid", 1, 64, 128, 4, 2, 16, 512, "float32", 60, 48, 1024, states=_TINY),
         Shape("tiny-mla-random", 3, 64, 128, 4, 1, 16, 512, "float32", 160, 256, 1024, latent=48),
     )
 }

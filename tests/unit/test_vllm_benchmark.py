@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -313,6 +314,32 @@ def test_runs_begin_each_stage_together_and_wait_for_none_that_has_left(tmp_path
 
 def test_a_run_whose_time_is_over_waits_for_no_other(tmp_path: Path) -> None:
     Meeting(tmp_path, 2, lambda: 0.0).arrive()
+
+
+def test_runs_that_share_a_device_measure_in_turn(tmp_path: Path) -> None:
+    one, other = Meeting(tmp_path, 2, lambda: None), Meeting(tmp_path, 2, lambda: None)
+    held, ended = threading.Event(), []
+
+    def later() -> None:
+        held.set()
+        with other.turn():
+            ended.append("other")
+
+    thread = threading.Thread(target=later)
+    with one.turn():
+        thread.start()
+        held.wait()
+        thread.join(0.2)
+        assert not ended
+        ended.append("one")
+    thread.join()
+    assert ended == ["one", "other"]
+
+
+def test_a_run_whose_time_is_over_waits_for_no_turn(tmp_path: Path) -> None:
+    late = Meeting(tmp_path, 2, lambda: 0.0)
+    with Meeting(tmp_path, 2, lambda: None).turn(), late.turn():
+        pass
 
 
 def test_copies_are_submitted_by_the_hook_that_a_connector_has() -> None:
