@@ -170,6 +170,10 @@ REMOVED: Mapping[str, str] = {
     "FDCACHE_TRANSFER_THREADS": _IS_CONSTANT,
     "FDCACHE_TRANSFER_RING": _IS_CONSTANT,
     "FDCACHE_EXTENT_SIZE": "unset it; FDCACHE_HOST_MEMORY decides it",
+    "FDCACHE_DEFER_TIMEOUT": _IS_CONSTANT,
+    "FDCACHE_LAYER_TIMEOUT": "unset it; an engine gives `wait_for_layer` a timeout, or waits 30 s",
+    "FDCACHE_STORAGE_FSYNC_INTERVAL": "unset it; FDCACHE_STORAGE_FSYNC=always syncs every write, interval every 5 s",
+    "FDCACHE_EVICTION_LOG": _IS_CONSTANT,
 }
 """Settings that earlier versions had, each with the remedy."""
 

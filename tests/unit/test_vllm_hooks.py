@@ -187,6 +187,37 @@ def test_planes_are_the_bytes_of_a_block_of_all_layers_that_lie_there() -> None:
         planes_of(given, {"0": torch.zeros(blocks, 4, 16), "1": attention[1], "2": state})
 
 
+def test_planes_are_the_tensors_that_layers_of_several_groups_share() -> None:
+    """A layer that attends in two kernel's blocks for each of vLLM's, and over it one with a state in two tensors."""
+    blocks, page = 6, 96
+    spec = SimpleNamespace(page_size_bytes=page)
+    given = SimpleNamespace(
+        num_blocks=blocks,
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=[name]) for name in "01"],
+    )
+    raw = torch.zeros(blocks * page, dtype=torch.uint8)
+    attention = raw.view(torch.bfloat16).view(2 * blocks, 2, 12)
+    state = [
+        torch.as_strided(raw, (blocks, 3, 8), (page, 8, 1), 0),
+        torch.as_strided(raw.view(torch.float32), (blocks, 16), (page // 4, 1), 6),
+    ]
+    layers = {"0": attention, "1": state}
+    for names in (["0", "1"], ["1", "0"]):
+        given.kv_cache_tensors = [SimpleNamespace(size=blocks * page, shared_by=names)]
+        (plane,) = planes_of(given, layers)
+        assert (plane.shape, plane.stride(), plane.data_ptr()) == ((blocks, page), (page, 1), raw.data_ptr())
+        raw.zero_()
+        attention[6:8] = 1
+        assert plane.any(dim=1).tolist() == [False, False, False, True, False, False]
+        raw.zero_()
+        for value, part in enumerate(state):
+            part[2] = value + 1
+        assert plane[2].tolist() == [1] * 24 + torch.full((16,), 2.0).view(torch.uint8).tolist() + [0] * 8
+    with pytest.raises(ConfigurationError, match=r"is not 6 pages of 96 bytes.*another attention backend"):
+        given.kv_cache_tensors[0].shared_by.reverse()
+        planes_of(given, layers | {"0": torch.zeros(2, 2 * blocks, 24)})
+
+
 def test_an_image_changes_its_own_block_and_those_after_it(engine: Engine) -> None:
     engine.compute(request("a", mm_features=image("p", 5, 2)), [1, 2, 3], fill=1)
     assert engine.side.matched(request("b", mm_features=image("q", 5, 2)), 0) == BLOCK
