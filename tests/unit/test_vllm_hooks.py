@@ -35,6 +35,7 @@ from fdcache.integrations.vllm.stats import FdcacheMetrics, FdcacheStats, StatsD
 from fdcache.integrations.vllm.worker import _Arrivals
 from fdcache.metadata import TransferReport
 from fdcache.tiers import storage_reads
+from tests.handover_engine import Engine as Handing
 from tests.service_help import until
 from tests.vllm_sides import (
     BLOCK,
@@ -417,6 +418,7 @@ def test_a_request_has_no_part_in_the_former_load_of_its_name(
 def test_statistics_are_differences_that_add_up(engine: Engine) -> None:
     seconds = iter(range(0, 100, 2))
     delta = StatsDelta(engine.manager, lambda: float(next(seconds)))
+    assert delta.take(0) is not None
     assert delta.take(0) is None
     engine.compute(request("a"), [3, 4, 5], fill=7)
     first = delta.take(0)
@@ -437,13 +439,28 @@ def test_statistics_are_differences_that_add_up(engine: Engine) -> None:
 
 def test_statistics_of_the_last_steps_before_an_engine_is_idle_are_told_at_once(engine: Engine) -> None:
     delta = StatsDelta(engine.manager, lambda: 5.0)
-    assert delta.take(0) is None
+    assert delta.take(0) is not None
     engine.compute(request("a"), [3, 4, 5], fill=7)
     assert not engine.side.has_requests
     assert delta.take(0) is None
     told = delta.take(0, is_idle=True)
     assert told is not None and told.data["blocks_backed_up"] == 2
     assert delta.take(0, is_idle=True) is None
+
+
+def test_plans_that_end_without_anything_to_count_are_told(tmp_path: Path) -> None:
+    """So does the hand-over of a request whose client has gone."""
+    with Handing("prefill", tmp_path, "p") as prefill, Handing("decode", tmp_path, "d") as decode:
+        delta = StatsDelta(decode.manager)
+        decode.handovers.decline([prefill.source("unwanted")])
+        (plan,) = decode.manager.take_plans()
+        told = delta.take(0, is_idle=True)
+        assert told is not None and told.data["plans_in_flight"] > 0
+        decode.controller.submit_swap_tasks(plan)
+        decode.until(lambda: decode.is_clean)
+        told = delta.take(0, is_idle=True)
+        assert told is not None and told.data["plans_in_flight"] == 0
+        assert not told.is_empty()
 
 
 def test_the_metrics_of_the_guide_exist() -> None:
