@@ -519,5 +519,6 @@ def test_ranks_of_peers_that_cannot_be_served_are_refused_by_name() -> None:
     beside = KVLayout.build([mixed], groups=(CacheGroup(16), state), **common)
     with pytest.raises(ConfigurationError, match=r"latents \(MLA\) beside them.*give all engines 2 ranks$"):
         config.require_peer_ranks(beside, kv_config(MLAAttentionSpec), 1, (8,))  # no layout of pages helps
+    config.require_peer_ranks(beside, kv_config(MLAAttentionSpec), 2, (8,))  # the remedy
     for groups in ((), (CacheGroup(16), window)):
         config.require_peer_ranks(KVLayout.build([apart], groups=groups, **common), given, 1)
