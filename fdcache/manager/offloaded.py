@@ -324,11 +324,11 @@ class OffloadedRequests:
             return None
         if tracked.fetch:
             self._unpin_fetch(tracked)
-        count = self._worth_loading(tracked, len(found.slots))
+        count = self._worth_loading(tracked, len(found))
         if not count:
             self._host.index.release(found.lease)
             return NOTHING, 0
-        if count == len(found.slots):
+        if count == len(found):
             return found, 0
         fetched = range(min(found.fetched.start, count), min(found.fetched.stop, count))
         return found.part(0, count, fetched), 0

@@ -11,14 +11,14 @@ call raises for it, and what was pinned, reserved or loaded before is ended as e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
-from fdcache._core import CopyReservation, HostIndex, SwapInFlight
+from fdcache._core import CopyReservation, HostIndex, HostRun, SwapInFlight
 from fdcache.errors import ConfigurationError
 from fdcache.hints import GivenHints, HintOutcome, SentHints
 from fdcache.layout import KVLayout
@@ -71,29 +71,41 @@ def host_block_bytes(layout: KVLayout) -> int:
     return layout.record_ranks * (layout.record_bytes + SLOT_HEADER_BYTES)
 
 
-class Found(Blocks, eq=False, frozen=True):
-    """Answer of a look-up: blocks of a path from some block on, pinned by ``lease`` unless that is 0.
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """Answer of a look-up: the blocks of a ``path`` from ``start`` on that are in the slots of a ``run``.
 
     ``pending``: the block after them is being copied to the host. ``fetched``: positions of those that were read from
     storage for the request.
     """
 
-    lease: int = 0
+    run: HostRun
+    path: HashArray
+    start: int
     pending: bool = False
     fetched: range = range(0)
 
+    def __len__(self) -> int:
+        return len(self.run)
+
+    @property
+    def lease(self) -> int:
+        """Pins the blocks until it is released; 0 for none."""
+        return self.run.lease
+
+    @property
+    def blocks(self) -> Blocks:
+        """The blocks as arrays, made anew each time."""
+        return Blocks.of_path(self.path, self.start, *self.run.columns())
+
     def part(self, first: int, stop: int, fetched: range = range(0)) -> Found:
         """Return the blocks ``first`` to ``stop``, pinned by the same lease."""
-        some = self.select(slice(first, stop))
-        marks = some.unverified
-        return Found(
-            some.slots, some.generations, some.hashes, some.parents, marks, self.lease, fetched=fetched
-        )
+        return Found(self.run.part(first, stop), self.path, self.start + first, fetched=fetched)
 
 
-NOTHING = Found(NO_BLOCKS.slots, NO_BLOCKS.generations, NO_BLOCKS.hashes, NO_BLOCKS.parents)
+NOTHING = Found(HostRun(), NO_BLOCKS.hashes, 0)
 """A look-up that found nothing and pins nothing."""
-NOTHING_YET = msgspec.structs.replace(NOTHING, pending=True)
+NOTHING_YET = replace(NOTHING, pending=True)
 """The same where the first block is being copied to the host."""
 
 
@@ -404,13 +416,7 @@ def _find(host: HostTier, hashes: HashArray, start: int, number: int) -> tuple[F
         pending = pending and not table.is_reading(hashes[stop].tobytes())
     if not len(run):
         return (NOTHING_YET if pending else NOTHING), ask_for
-    found = Found.of_path(
-        *(hashes, start, *run.columns()),
-        lease=run.lease,
-        pending=pending,
-        fetched=fetched,
-    )
-    return found, ask_for
+    return Found(run, hashes, start, pending, fetched), ask_for
 
 
 def complete_copies(
