@@ -344,7 +344,7 @@ class OffloadedRequests:
             wait = self._waits.before_look_up(request, number, hashes, lambda _: tracked.device_blocks)
             if wait is not None:
                 return self._arrived(hashes, start, wait)
-        (found,) = find_and_pin(self._host, [(hashes, start)], [number])
+        found = find_and_pin(self._host, hashes, start, number)
         if isinstance(found, Reading):
             wait = self._waits.answered(request, number, start, found)
             if wait is not None:

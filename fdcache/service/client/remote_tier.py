@@ -172,7 +172,7 @@ class RemoteHostTier:
 
     ```python
     tier = RemoteHostTier(CacheSettings(server="ipc:///run/fdcache/fdcache.sock"), layout)
-    (found,) = find_and_pin(tier, [(hashes, 0)])
+    found = find_and_pin(tier, hashes, 0)
     tier.index.release(found.lease)
     ```
 
