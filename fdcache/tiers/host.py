@@ -11,7 +11,7 @@ call raises for it, and what was pinned, reserved or loaded before is ended as e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
@@ -71,8 +71,7 @@ def host_block_bytes(layout: KVLayout) -> int:
     return layout.record_ranks * (layout.record_bytes + SLOT_HEADER_BYTES)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Found:
+class Found(msgspec.Struct, frozen=True, eq=False):
     """Answer of a look-up: the blocks of a ``path`` from ``start`` on that are in the slots of a ``run``.
 
     ``pending``: the block after them is being copied to the host. ``fetched``: positions of those that were read from
@@ -105,7 +104,7 @@ class Found:
 
 NOTHING = Found(HostRun(), NO_BLOCKS.hashes, 0)
 """A look-up that found nothing and pins nothing."""
-NOTHING_YET = replace(NOTHING, pending=True)
+NOTHING_YET = msgspec.structs.replace(NOTHING, pending=True)
 """The same where the first block is being copied to the host."""
 
 
