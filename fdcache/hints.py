@@ -114,8 +114,13 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def keeps(self) -> bool:
-        """True if blocks are to stay for it."""
+        """True if blocks are worth more for it, at some time."""
         return self.kind not in (HintKind.ONCE, HintKind.RELEASE)
+
+    @property
+    def takes_room(self) -> bool:
+        """True if it asks for room, whatever comes of it. When blocks return tells as well when they do not."""
+        return self.keeps and self.kind is not HintKind.RETURN
 
 
 class GivenHints(NamedTuple):

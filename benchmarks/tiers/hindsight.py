@@ -2,7 +2,8 @@
 
 A model of one tier and of sessions that share nothing: of each session the tier holds the beginning of its last
 prompt, and what the next one leaves behind is dropped at once. A session goes by the Gittins index of its class and
-age, from rates over the whole trace; ``over`` drops sessions that are over first, ``optimum`` those that return last.
+age, from rates over the whole trace; ``over`` drops sessions that are over first, ``within`` those that do not return
+so soon, ``optimum`` those that return last.
 """
 
 from __future__ import annotations
@@ -132,6 +133,24 @@ def ranks(steps: Sequence[Step]) -> dict[str, Callable[[Step, float], float]]:
     def pause(step: Step) -> int:
         return -1 if step.before is None else group(step.at - steps[step.before].at, 8, 30, 120, 600)
 
+    def longest(step: Step) -> int:
+        """Group the longest of the last eight pauses of a session."""
+        pauses = [0.0]
+        while step.before is not None and len(pauses) < 9:
+            before = steps[step.before]
+            pauses.append(step.at - before.at)
+            step = before
+        return group(max(pauses), 30, 120, 600)
+
+    def later_than(seconds: float) -> Callable[[Step, float], float]:
+        """Have sessions go first that do not return within so many seconds, by last use among themselves."""
+
+        def rank(step: Step, now: float) -> float:
+            returns = step.after is not None and steps[step.after].at - step.at <= seconds
+            return step.at if returns else step.at - 1e9
+
+        return rank
+
     kinds: dict[str, Callable[[Step], object]] = {
         "age": lambda step: 0,
         "output": output,
@@ -139,12 +158,20 @@ def ranks(steps: Sequence[Step]) -> dict[str, Callable[[Step, float], float]]:
         "pause": pause,
         "output and new": lambda step: (output(step), new(step)),
         "output and pause": lambda step: (output(step), pause(step)),
+        "longest pause": longest,
+        "output and length": lambda step: (
+            output(step),
+            group(step.blocks, 400, 800, 1200, 1600, 2000, 2400),
+        ),
         "session": lambda step: step.session,
+        "session and output": lambda step: (step.session, output(step)),
     }
     return {
         "last use": lambda step, now: step.at,
         **{name: by_tables(steps, kind) for name, kind in kinds.items()},
-        "over": lambda step, now: step.at if step.after is not None else step.at - 1e9,
+        "over": later_than(math.inf),
+        "within 60 s": later_than(60),
+        "within 120 s": later_than(120),
         "optimum": lambda step, now: -math.inf if step.after is None else -steps[step.after].at,
     }
 

@@ -19,8 +19,10 @@ struct Hint {
     HintKind kind;
     double value = 0;
 
-    // True if blocks are to stay for it.
+    // True if blocks are worth more for it, at some time.
     bool keeps() const { return kind != HintKind::kOnce && kind != HintKind::kRelease; }
+    // True if it asks for room, whatever comes of it. When blocks return tells as well when they do not.
+    bool takes_room() const { return keeps() && kind != HintKind::kReturn; }
 };
 
 // A hint about the blocks `start` to `stop` of a path; `own`: about those that no other path goes through.
@@ -43,7 +45,6 @@ class HintClasses {
     static constexpr std::size_t kPriorities = 3;
     static constexpr std::size_t kUses = 3;  // never, up to three times, more often
     static constexpr std::size_t kNotAgain = 0, kWithin = 1, kPriority = kWithin + kTimes;
-    static constexpr std::size_t kFirstKeeping = kWithin * kUses;
     static_assert((kPriority + kPriorities) * kUses == ReuseTables::kHints);
 
     static std::size_t of(const Hint &hint, std::uint8_t hits) {

@@ -73,7 +73,6 @@ void LearnedOrder::arrive(std::span<const Slot> path, std::span<const Digest> di
         block.kind = ghost->kind;
         block.hits = ghost->hits;
         block.is_tracked = true;
-        kept_ += is_kept(block);
         if (demotion_.below) survival_.used_again(ghost->was_below, ghost->hits > 0, i < *held);
         count(path[i], false, i < *held);
         leave_shadows(block.last_ms);
@@ -87,7 +86,7 @@ void LearnedOrder::leave(Slot slot, const Digest &digest, bool evicted) {
         const Ghosts::Memory memory{block.last_ms, kind_of(block), block.hits, evicted && block.was_below};
         const auto forgotten = evicted ? ghosts_.add(digest, memory) : memory;
         if (forgotten) tables_.forget(forgotten->kind, now_ - forgotten->last_ms);
-        kept_ -= is_kept(block);
+        kept_ -= block.has_room;
     }
     if (block.is_idle) {
         --idle_;
@@ -155,9 +154,10 @@ std::uint32_t LearnedOrder::next_request(std::span<const Slot> path) {
 }
 
 void LearnedOrder::judge() {
-    const bool was_given = trust_.is_given();
+    const bool was_given = trust_.is_given(), was_hinted = hinted_.is_given();
     trust_.judge(tables_.mean_path(), static_cast<double>(slots()));
-    if (trust_.is_given() != was_given) owe(1);
+    hinted_.judge(tables_.mean_path(), static_cast<double>(slots()));
+    if (trust_.is_given() != was_given || hinted_.is_given() != was_hinted) owe(1);
     is_forecast_ = is_forecast_ && !trust_.is_given();
 }
 
@@ -178,15 +178,16 @@ void LearnedOrder::touch(Slot slot, const Features &features, bool is_last) {
     if (block.is_idle) begin_use(slot, is_below(slot));
     ++uses_;
     trust_.use();
+    if (ReuseTables::is_hint(block.kind)) hinted_.use();
     if (block.is_tracked && block.hits != kMostHits) ++block.hits;
-    kept_ -= is_kept(block);
+    kept_ -= block.has_room;
     const std::size_t role = role_of(block.hits, features.is_fresh, is_last);
     const std::uint8_t lengths = is_state(slot) ? kOfState : features.lengths;
     block.kind = static_cast<std::uint8_t>(role * ReuseTables::kFeatures + lengths);
     block.last_ms = now_;
     block.request = features.request;
     block.is_tracked = block.is_used = true;
-    block.is_counted = false;
+    block.is_counted = block.has_room = false;
 }
 
 // A tracked block is used: was it found, and would it have been by last use? A request that has to wait, and
@@ -195,10 +196,14 @@ void LearnedOrder::touch(Slot slot, const Features &features, bool is_last) {
 void LearnedOrder::count(Slot slot, bool is_found, bool is_below) {
     Block &block = blocks_[slot];
     const Comparison compared = compare(block, is_found);
-    trust_.compare(saved(slot) * (demotion_.below ? score(block, is_found, is_below) : compared.gain));
+    const double gain = saved(slot) * (demotion_.below ? score(block, is_found, is_below) : compared.gain);
+    const bool is_hinted = ReuseTables::is_hint(block.kind);
+    trust_.compare(gain);
+    if (is_hinted) hinted_.compare(gain);
     if (compared.forecast != 0) {
         const double lost = is_found ? loss(block, is_below) : is_below ? Survival::kLoad : 1;
         trust_.expect(saved(slot) * lost * compared.forecast);
+        if (is_hinted) hinted_.expect(saved(slot) * lost * compared.forecast);
     }
     tables_.reuse(kind_of(block), now_ - block.last_ms);
     block.is_counted = true;
@@ -219,12 +224,12 @@ LearnedOrder::Comparison LearnedOrder::compare(const Block &block, bool is_found
     return {gain, (tables_.keeps(kind_of(block), now_ - block.last_ms) ? 1 : 0) - by_last_use};
 }
 
-// Data corrects what a hint says, through the class of its blocks; the budget bounds what it costs until
-// then. Of a path only the deepest entry can be a leaf, which has a rank.
+// Data corrects what a hint says, through the class of its blocks; the budget, and trust in hints, bound what
+// it costs until then. Of a path only the deepest entry can be a leaf, which has a rank.
 HintAnswer LearnedOrder::hint(std::span<const Slot> path, const Hint &hint) {
     const double room = kHintBudget * static_cast<double>(blocks_.size()) - static_cast<double>(kept_);
-    if (hint.keeps() && static_cast<double>(path.size()) > room) {
-        const auto more = std::ranges::count_if(path, [this](Slot slot) { return !is_kept(blocks_[slot]); });
+    if (hint.takes_room() && static_cast<double>(path.size()) > room) {
+        const auto more = std::ranges::count_if(path, [this](Slot slot) { return !blocks_[slot].has_room; });
         if (static_cast<double>(more) > room) return HintAnswer::kOverBudget;
     }
     Block *const blocks = blocks_.data();
@@ -241,11 +246,12 @@ HintAnswer LearnedOrder::hint(std::span<const Slot> path, const Hint &hint) {
         for (; at < path.size(); ++at) {  // mostly all, used as often at the same time
             Block &block = blocks[path[at]];
             if (block.last_ms != first.last_ms || block.hits != first.hits || !block.is_tracked) break;
-            kept += is_kept(block);
+            kept += block.has_room;
             block.kind = kind;
+            block.has_room = hint.takes_room();
         }
     }
-    kept_ += (hint.keeps() ? path.size() : 0) - kept;
+    kept_ += (hint.takes_room() ? path.size() : 0) - kept;
     if (!path.empty()) rank_again(path.back());
     return HintAnswer::kTaken;
 }
@@ -295,7 +301,8 @@ void LearnedOrder::rank_path(std::span<const Slot> path, std::span<double> ranks
 double LearnedOrder::rank_of(Slot slot, bool is_below) const {
     const Block &block = blocks_[slot];
     if (!is_by_last_use()) return worth(block) * loss(block, is_below) * density(slot);
-    if (kind_of(block) >= ReuseTables::kFirstHint) return worth(block);
+    const std::uint8_t kind = kind_of(block);
+    if (ReuseTables::is_hint(kind) ? hinted_.is_given() : kind == ReuseTables::kLeft) return worth(block);
     return ReuseTables::unknown_rate((now_ - block.last_ms) / 1000.0);
 }
 

@@ -41,9 +41,12 @@ class LearnedOrder final : public LeafOrder {
     bool learns() const override { return true; }
     void set_demotion(Demotion demotion) override {
         demotion_ = std::move(demotion);
-        trust_.be_one_of_several();
+        set_above();
     }
-    void set_above() override { trust_.be_one_of_several(); }
+    void set_above() override {
+        trust_.be_one_of_several();
+        hinted_.be_one_of_several();
+    }
     void set_time(std::uint64_t milliseconds) override;
     void set_values(std::function<EndValue(Slot)> value_of) override {
         value_of_ = std::move(value_of);
@@ -75,7 +78,7 @@ class LearnedOrder final : public LeafOrder {
     static constexpr double kMostRanks = 8;        // in a millisecond, for the passing of time
     static constexpr std::size_t kFewLeaves = 64;  // that are ranked again at each time
     static constexpr double kBeside = 0.5;         // share of a tier below, into which new blocks are copied
-    static constexpr double kHintBudget = 0.5;     // share of the slots whose blocks may stay for hints
+    static constexpr double kHintBudget = 0.5;     // share of the slots whose blocks may have room for hints
     static constexpr std::size_t kSamples = 8192;  // blocks whose age is looked at to learn
     static constexpr std::size_t kAhead = 64;      // samples between a prefetch and its use
     static constexpr std::uint32_t kTailTokens = 2048;  // the end of a path, which few requests share
@@ -94,6 +97,7 @@ class LearnedOrder final : public LeafOrder {
         bool is_used : 1 = false;            // since it arrived
         bool is_idle : 1 = false;            // no use of it has begun since the last one ended
         bool is_counted : 1 = false;         // the use that has begun
+        bool has_room : 1 = false;           // for a hint, until its next use
         mutable bool was_below : 1 = false;  // when it was ranked or taken last
     };
 
@@ -110,10 +114,6 @@ class LearnedOrder final : public LeafOrder {
         bool weighs() const { return gain != 0 || forecast != 0; }
     };
 
-    static bool is_kept(const Block &block) {
-        return ReuseTables::is_hint(block.kind) &&
-               block.kind >= ReuseTables::kFirstHint + HintClasses::kFirstKeeping;
-    }
     // What a block is by now: a hint about it holds until its next use.
     std::uint8_t kind_of(const Block &block) const {
         const bool is_left = !ReuseTables::is_hint(block.kind) && left_.holds(block.request);
@@ -182,6 +182,7 @@ class LearnedOrder final : public LeafOrder {
     LruShadow shadow_;
     LruShadow both_;  // and what it and the tier below would hold together
     Trust trust_;     // false: blocks without a hint are ranked by their last use
+    Trust hinted_;    // by what was found of hinted blocks; false as well: those, too
     Demotion demotion_;
     Survival survival_;
     LeftPaths left_;
@@ -194,7 +195,7 @@ class LearnedOrder final : public LeafOrder {
     std::uint32_t tail_ = 1;                // blocks of a path's end
     std::size_t idle_ = 0;                  // entries that were used and are not
     std::size_t beside_ = 0;                // blocks that the tier below would hold beside these
-    std::size_t kept_ = 0;                  // entries that stay for hints
+    std::size_t kept_ = 0;                  // entries that have room for hints
     std::uint64_t begin_ms_ = 0;            // times are counted from here
     std::uint32_t now_ = 0;
     std::uint32_t learned_ = 0;  // when the tables were computed

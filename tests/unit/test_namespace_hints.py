@@ -119,6 +119,19 @@ def test_half_of_a_tenants_quota_may_stay_for_hints() -> None:
     assert world.give(paths[3])[0] is HintStatus.TAKEN
 
 
+def test_when_blocks_return_takes_no_room_of_a_tenants_quota() -> None:
+    world = World(most=16)
+    paths = [world.store(name) for name in range(4)]
+    for number, rows in enumerate(paths):
+        assert world.give(rows, HintKind.RETURN, number=number)[0] is HintStatus.TAKEN
+    assert [world.give(rows, number=9)[0] for rows in paths] == [
+        HintStatus.TAKEN,
+        HintStatus.TAKEN,
+        HintStatus.OVER_BUDGET,
+        HintStatus.OVER_BUDGET,
+    ]
+
+
 def test_a_hint_that_is_given_again_needs_no_further_budget() -> None:
     for world in (World(most=12), World()):
         rows = world.store(1, 6 if world.hints._limit_of(np.empty((0, 32), np.uint8)) else 12)

@@ -20,7 +20,7 @@ from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import HintFigures
 
 _SHARE = 0.5
-"""Of a tenant's quota whose blocks may stay for hints, as of a tier's slots."""
+"""Of a tenant's quota whose blocks may have room for hints, as of a tier's slots."""
 
 TenantLimit = Callable[[HashArray], tuple[int, int] | None]
 """Returns the number and the most blocks of the tenant that a path belongs to; None without a limit."""
@@ -55,13 +55,13 @@ class NamespaceHints:
             hint = _hint(each, is_extra=i >= MOST_HINTS)
             start, stop = min(each.start, len(path)), min(each.stop, len(path))
             refused = self._refused(each, HintStatus.REFUSED, hint) if isinstance(hint, str) else None
-            if isinstance(hint, Hint) and hint.keeps and limit is not None:
+            if isinstance(hint, Hint) and hint.takes_room and limit is not None:
                 more = kept.copy()
                 more[start:stop] = True
                 if self._has_room(*limit, path[more]):
                     kept = more
                 else:
-                    reason = "half of the tenant's quota stays for hints already"
+                    reason = "half of the tenant's quota has room for hints already"
                     refused = self._refused(each, HintStatus.OVER_BUDGET, reason)
             if isinstance(hint, Hint) and refused is None:
                 accepted.append(hint)
@@ -80,7 +80,7 @@ class NamespaceHints:
         return HintResult(given.number, status, reason=reason)
 
     def _has_room(self, tenant: int, most: int, hashes: HashArray) -> bool:
-        """Return True if these blocks of a tenant, too, may stay for hints; those used since do not count."""
+        """Return True if these blocks of a tenant, too, may have room for hints; those used since do not count."""
         room = int(_SHARE * most)
         if len(hashes) > room:
             return False
