@@ -17,6 +17,7 @@ from fdcache.service.client.connection import Client
 from fdcache.service.client.control import Control, Prefix
 from fdcache.settings.cache import PrefetchPolicy
 from tests.integration.test_control_states import HYBRID, PROMPT, store
+from tests.mooncake_master import Master, find_master
 from tests.nodes_help import KEY, free_address
 from tests.object_help import Bucket
 from tests.offload_engine import BLOCK, OffloadEngine, ids, prompt
@@ -50,7 +51,14 @@ class Nodes:
         return engine
 
 
-@pytest.fixture(params=["nodes", "shared", "object"])
+@pytest.fixture
+def master(tmp_path: Path) -> Iterator[Master]:
+    made = Master(find_master(), tmp_path)
+    yield made
+    made.kill()
+
+
+@pytest.fixture(params=["nodes", "shared", "object", pytest.param("mooncake", marks=pytest.mark.nightly)])
 def nodes(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Nodes]:
     common = {"FDCACHE_HOST_MEMORY": "4MiB", "FDCACHE_WRITE_POLICY": "write_through"}
     own: list[dict[str, str]] = [{}, {}]
@@ -66,6 +74,9 @@ def nodes(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Nodes]:
         folder = tmp_path / "blocks"
         folder.mkdir()
         common |= {"FDCACHE_STORAGE": "shared", "FDCACHE_STORAGE_DIR": str(folder)}
+    elif request.param == "mooncake":
+        master: Master = request.getfixturevalue("master")
+        common |= master.environment()
     else:
         bucket: Bucket = request.getfixturevalue("s3")
         common |= bucket.environment
