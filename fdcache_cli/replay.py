@@ -33,6 +33,7 @@ from fdcache.replay.config import (
 )
 from fdcache.replay.devices import DeviceName, device_bytes
 from fdcache.replay.engine import replay as run_replay
+from fdcache.replay.nodes.routing import Route
 from fdcache.replay.page import write_page
 from fdcache.replay.replay_hints import with_hints
 from fdcache.replay.report import Report, require_plotting, write_plot
@@ -255,6 +256,13 @@ def replay(
             "object or shared. Memory, device blocks and concurrency are those of each node.",
         ),
     ] = None,
+    route: Annotated[
+        Route | None,
+        typer.Option(
+            help="Node of each request of --nodes: any one, or the one that has most of its prompt, by the events of "
+            "the services. Default: random."
+        ),
+    ] = None,
     faults: Annotated[
         str | None,
         typer.Option(
@@ -279,6 +287,8 @@ def replay(
         refuse_with_pd(context)
     if nodes is not None:
         refuse_with_nodes(context)
+    elif route is not None:
+        raise typer.BadParameter("only a replay of --nodes has it", param_hint="--route")
     refuse_options(context, sweep)
     policies = parse_policies(eviction)
     if sweep is None and len(policies) > 1:
@@ -330,7 +340,7 @@ def replay(
         items = read_trace(trace, total, trace_block) if trace else generate(workload, count, seed)
         if pd or nodes is not None:
             run = (
-                partial(run_nodes, items, config, settings, nodes, faults)
+                partial(run_nodes, items, config, settings, nodes, faults, route or Route.RANDOM)
                 if nodes is not None
                 else partial(run_and_print, items, config, settings.peers, faults, pd_ranks)
             )

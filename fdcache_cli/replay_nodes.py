@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import typer
@@ -15,6 +15,7 @@ from fdcache.replay.config import ReplayConfig
 from fdcache.replay.faults import parse_faults
 from fdcache.replay.nodes.cluster import NodeFault, NodesConfig
 from fdcache.replay.nodes.engine_process import Totals
+from fdcache.replay.nodes.routing import Route
 from fdcache.replay.nodes.run import NodesReport, replay_nodes
 from fdcache.replay.workloads import WorkItem
 from fdcache.settings import Settings, Source
@@ -38,16 +39,15 @@ def run_nodes(
     settings: Settings,
     nodes: int,
     faults: str | None,
+    route: Route,
     *,
     json_output: bool,
     should_stop: Callable[[], bool],
 ) -> int:
     """Run a replay of several nodes, print its report, and return the exit status."""
-    planned = _planned(config, settings, nodes, {})
+    planned = _planned(config, settings, nodes, route)
     if faults:
-        planned = _planned(
-            config, settings, nodes, parse_faults(faults, tuple(NodeFault), planned.random_faults)
-        )
+        planned = replace(planned, faults=parse_faults(faults, tuple(NodeFault), planned.random_faults))
     report = replay_nodes(items, planned, should_stop=should_stop)
     if json_output:
         sys.stdout.write(json.dumps(report.to_dict()) + "\n")
@@ -65,9 +65,7 @@ def run_nodes(
     return errors.INTERRUPTED if report.interrupted else 0
 
 
-def _planned(
-    config: ReplayConfig, settings: Settings, nodes: int, faults: Mapping[NodeFault, int]
-) -> NodesConfig:
+def _planned(config: ReplayConfig, settings: Settings, nodes: int, route: Route) -> NodesConfig:
     tier = config.storage
     way = "nodes" if settings.source("FDCACHE_STORAGE") is Source.DEFAULT else tier.connector.lower()
     engine = replace(config, storage=tier.model_copy(update={"connector": "none"}), storage_options=None)
@@ -84,7 +82,7 @@ def _planned(
         tier.directory if way == "shared" and given else None,
         settings.group(ObjectSettings) if way == "object" else None,
         settings.server.arena_dir,
-        faults,
+        route=route,
     )
 
 
@@ -99,6 +97,7 @@ def print_report(report: NodesReport) -> None:
     totals = report.totals
     rows = {
         "way": f"{report.way}, {'network namespaces' if report.isolated else 'addresses of the loopback'}",
+        "route": report.route,
         "requests": f"{report.requests}, {totals.finished} finished, {totals.rejected} too large, "
         f"{report.again} given to an engine again",
         "prompt tokens": f"{totals.prompt_tokens:,}",

@@ -18,7 +18,6 @@ from fdcache.integrations.mooncake.variables import MooncakeSettings
 from fdcache.integrations.vllm.config import layout_from_config
 from fdcache.integrations.vllm.settings import given_settings
 from fdcache.machine.calibration import Calibration, load_calibration, save_calibration
-from fdcache.metadata import TransferPlan
 from fdcache.service.server import process
 from fdcache.service.server.lifecycle import Server
 from fdcache.settings import Settings
@@ -66,11 +65,6 @@ class Engine:
     def slab(self) -> Any:
         storage = self.controller._parts.storage
         return storage.storage if storage else None
-
-    def layer_timeout(self) -> float:
-        counter = self.controller.submit_swap_tasks(TransferPlan(plan_id=1 << 40))
-        self.controller.poll()
-        return counter._default_timeout
 
 
 Read = Callable[[Any], object]
@@ -290,7 +284,6 @@ CASES: dict[str, Case] = {
         lambda engine: engine.manager._tiers.device.reuse() is not None,
         serve=lambda server: namespace(server)._eviction,
     ),
-    "FDCACHE_DEFER_TIMEOUT": Case("7s", lambda engine: engine.manager._matcher._defer_timeout),
     "FDCACHE_LOAD_OR_RECOMPUTE": Case("always", lambda engine: engine.manager._choices._is_auto),
     "FDCACHE_PLAN_TIMEOUT": Case("7s", lambda engine: engine.manager._plans._ledger._timeout),
     "FDCACHE_EVENT_BUFFER": Case("100", events),
@@ -316,10 +309,8 @@ CASES: dict[str, Case] = {
     "FDCACHE_TENANT_QUOTAS": Case(
         "search=0.5", serve=lambda server: [*namespace(server).tenants.quotas.names.values()]
     ),
-    "FDCACHE_EVICTION_LOG": Case("7", serve=lambda server: namespace(server).history.evictions.capacity),
     "FDCACHE_TRACES": Case("console", elsewhere=_traces),
     "FDCACHE_LOG_FORMAT": Case("text", serve=formatter),
-    "FDCACHE_LAYER_TIMEOUT": Case("7s", Engine.layer_timeout),
     "FDCACHE_SWAP_DRAIN_TIMEOUT": Case("7s", lambda engine: engine.controller.settings.drain_timeout),
     "FDCACHE_SWAP_METHOD": Case("dma", elsewhere=_swap_method),
     "FDCACHE_SWAP_SM_BUDGET": Case("1", elsewhere=lambda: policy().transpose_ctas),
@@ -341,9 +332,6 @@ CASES: dict[str, Case] = {
     ),
     "FDCACHE_STORAGE_FSYNC": Case(
         "always", lambda engine: engine.slab._fsync, storage_in_service("fsync"), beside=STORAGE
-    ),
-    "FDCACHE_STORAGE_FSYNC_INTERVAL": Case(
-        "7s", lambda engine: engine.slab._syncer._args, storage_in_service("fsync_interval"), beside=STORAGE
     ),
     "FDCACHE_STORAGE_TIMEOUT": Case(
         "7s",

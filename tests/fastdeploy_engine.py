@@ -66,7 +66,7 @@ def main() -> None:
             "device_blocks": [core.num_device_blocks, len(planes[0])],
             "host_blocks": core.num_host_blocks,
             "storage": storage and storage.name,
-            "layer_timeout": transfer.layer_timeout,
+            "drain_timeout": transfer.drain_timeout,
             "plan_timeout": core.settings.plan_timeout,
             "event_buffer": core.settings.event_buffer,
             "verify": transfer.verify,

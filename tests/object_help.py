@@ -17,6 +17,7 @@ import pytest
 from fdcache.layout import KVLayout
 from fdcache.settings.cache import StorageTierSettings
 from fdcache.storage.connector import ConnectorContext
+from fdcache.storage.objects.bucket import Bucket as Client
 from fdcache.storage.objects.catalogue import Catalogues
 from fdcache.storage.objects.connector import BucketConnector, FolderConnector
 from fdcache.storage.objects.variables import ObjectSettings
@@ -92,6 +93,15 @@ class S3Server:
 
     def make(self, bucket: str) -> None:
         request = urllib.request.Request(f"{self.endpoint}/{bucket}", method="PUT")
+        with urllib.request.urlopen(request, timeout=60):
+            pass
+
+    def remove(self, bucket: str) -> None:
+        """Remove a bucket with its objects."""
+        client = Client(Bucket(f"s3://{bucket}", self.endpoint).settings, 60.0)
+        client.delete([each.name for each in client.stored("")])
+        client.close()
+        request = urllib.request.Request(f"{self.endpoint}/{bucket}", method="DELETE")
         with urllib.request.urlopen(request, timeout=60):
             pass
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,5 +87,15 @@ def placed(given: Any) -> Any:
     given.kv_cache_tensors = [
         SimpleNamespace(layers=group.layer_names, offset=0, layer_stride=655360, block_stride=65536)
         for group in given.kv_cache_groups
+    ]
+    return given
+
+
+def sharing(given: Any) -> Any:
+    """Tell which layers share tensors, as versions of vLLM before 0.33 do: one of each group, while it has any."""
+    blocks, page = given.num_blocks, given.kv_cache_groups[0].kv_cache_spec.page_size_bytes
+    names = itertools.zip_longest(*(group.layer_names for group in given.kv_cache_groups))
+    given.kv_cache_tensors = [
+        SimpleNamespace(size=blocks * page, shared_by=[name for name in each if name]) for each in names
     ]
     return given

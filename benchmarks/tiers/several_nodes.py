@@ -1,7 +1,8 @@
 """What several nodes find by rules of who keeps a block, beside one node with the sum of their memory.
 
-A model, not a measurement: requests come one after the other, each to a random node, and every copy is there at once.
-A tier evicts what was used longest ago, the end of a path first. Host tiers keep what was computed.
+A model, not a measurement: requests come one after the other, and every copy is there at once. Each goes to a random
+node, or, in the last row, to the one that has its prefix, as with ``fdcache replay --route prefix``. A tier evicts what
+was used longest ago, the end of a path first. Host tiers keep what was computed.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import takewhile
 from statistics import fmean
 
 import numpy as np
 
 from benchmarks.harness import Report, Row
+from fdcache.replay.nodes.routing import PrefixRule, Route
 from fdcache.replay.workloads import WorkItem, WorkloadName, generate
 
 BLOCK = 64
@@ -145,15 +148,28 @@ class NodesModel:
                     break
                 host.used.pop(block, None)
 
-    def replay(self, paths: Sequence[RequestBlocks], place: Sequence[int]) -> float:
+    def replay(self, paths: Sequence[RequestBlocks], route: Route, seed: int) -> float:
         """Return the share of the prompt tokens that was found, in percent."""
         for path in paths:
             for parent, child in zip(path.blocks, path.blocks[1:], strict=False):
                 self._children.setdefault(parent, set()).add(child)
-        found = sum(
-            self.request(path, node, turn) for turn, (path, node) in enumerate(zip(paths, place, strict=True))
-        )
+        places = np.random.default_rng(seed).integers(0, len(self.hosts), len(paths)).tolist()
+        rule = PrefixRule(len(self.hosts))
+        found = 0
+        for turn, path in enumerate(paths):
+            node = places[turn] if route is Route.RANDOM else self._best_node(path, rule)
+            found += self.request(path, node, turn)
         return 100 * BLOCK * found / sum(path.prompt_length for path in paths)
+
+    def _best_node(self, path: RequestBlocks, rule: PrefixRule) -> int:
+        """Return the node for a request by what each one has."""
+        return rule.choose([self._leading(path, node) for node in range(len(self.hosts))], path.findable)
+
+    def _leading(self, path: RequestBlocks, node: int) -> int:
+        """Return how many of the first blocks of a prompt a node has."""
+        device, host = self.devices[node].used, self.hosts[node].used
+        blocks = path.blocks[: path.findable]
+        return sum(1 for _ in takewhile(lambda block: block in device or block in host, blocks))
 
     @property
     def different_blocks(self) -> int:
@@ -182,17 +198,21 @@ def rows(name: WorkloadName, options: argparse.Namespace) -> Iterator[Row]:
     device, host = options.device_blocks, options.host_blocks
     seeds = range(1, options.seeds + 1)
     traffic = [paths_of(list(generate(name, options.requests, seed))) for seed in seeds]
-    places = [np.random.default_rng(seed).integers(0, NODES, options.requests).tolist() for seed in seeds]
     alone = [NodesModel(1, NODES * device, NODES * host, Rule.KEEP) for _ in seeds]
-    one = [model.replay(paths, [0] * len(paths)) for model, paths in zip(alone, traffic, strict=True)]
-    for rule in Rule:
+    one = [
+        model.replay(paths, Route.RANDOM, seed)
+        for model, paths, seed in zip(alone, traffic, seeds, strict=True)
+    ]
+    for rule, route in [*((rule, Route.RANDOM) for rule in Rule), (Rule.KEEP, Route.PREFIX)]:
         models = [NodesModel(NODES, device, host, rule) for _ in seeds]
         found = [
-            model.replay(*each) for model, each in zip(models, zip(traffic, places, strict=True), strict=True)
+            model.replay(paths, route, seed)
+            for model, paths, seed in zip(models, traffic, seeds, strict=True)
         ]
         less = [several - single for several, single in zip(found, one, strict=True)]
         yield {
             "rule": rule.value,
+            "route": route.value,
             "found %": fmean(found),
             "one node %": fmean(one),
             "difference": fmean(less),

@@ -399,10 +399,21 @@ void Tier::arrive(std::span<const Slot> path, std::span<const Digest> hashes) {
     order_->arrive(path, hashes);
 }
 
+// The same for blocks that no request may have pinned: those that are not in use can be evicted from now on.
+void Tier::arrive(std::span<const Slot> path) {
+    std::vector<Digest> hashes;
+    if (learns_) {
+        hashes.reserve(path.size());
+        for (const Slot slot : path) hashes.push_back(digests_[slot]);
+    }
+    arrive(path, hashes);
+    for (const Slot slot : path)
+        if (!entries_[slot].pins) refresh(slot);
+}
+
 void Tier::add_entry(Slot slot) {
     make_ready(slot);
-    arrive({&slot, 1}, {&digests_[slot], 1});
-    if (!entries_[slot].pins) refresh(slot);
+    arrive({&slot, 1});
 }
 
 void Tier::order_add(Slot slot, bool busy) {

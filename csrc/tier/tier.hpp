@@ -422,6 +422,7 @@ class Tier : public HostIndex, public DeviceIndex {
     }
     void make_ready(Slot slot);
     void arrive(std::span<const Slot> path, std::span<const Digest> hashes);
+    void arrive(std::span<const Slot> path);
     void add_entry(Slot slot);
     void remove_entry(Slot slot);
     void order_add(Slot slot, bool busy);
@@ -435,7 +436,7 @@ class Tier : public HostIndex, public DeviceIndex {
     void evict_orphans(std::uint32_t count);
     void begin_hold(Slot slot);
     void end_hold(Slot slot);
-    bool complete_copy(Slot slot, bool copied, std::uint64_t checksum);
+    bool may_be_ready(Slot slot) const;
     void drop_pending(Slot slot);
     void evict(Slot slot);
     EndValue value_of(Slot slot) const;

@@ -96,8 +96,26 @@ std::vector<std::uint8_t> Tier::complete(std::span<const Slot> slots, std::span<
     std::lock_guard lock(mutex_);
     check_held(slots, true);
     std::vector<std::uint8_t> ready(slots.size(), 0);
-    for (std::size_t i = 0; i < slots.size(); ++i)
-        ready[i] = complete_copy(slots[i], copied[i], checksums.empty() ? 0 : checksums[i]);
+    std::size_t arrived = 0;  // those before it are known to the eviction order
+    const auto arrive_before = [&](std::size_t end) {
+        const std::span<const Slot> path = slots.subspan(arrived, end - arrived);
+        arrive(path);
+        for (std::size_t i = 0; i < path.size() && !orphans_.empty(); ++i) adopt_orphans(path[i]);
+        arrived = end;
+    };
+    for (std::size_t i = 0; i < slots.size(); ++i) {
+        end_hold(slots[i]);
+        ready[i] = copied[i] && may_be_ready(slots[i]);
+        if (i > arrived && !(ready[i] && entries_[slots[i]].parent == slots[i - 1])) arrive_before(i);
+        if (ready[i]) {
+            entries_[slots[i]].checksum = checksums.empty() ? 0 : checksums[i];
+            make_ready(slots[i]);
+        } else {
+            drop_pending(slots[i]);
+            arrived = i + 1;
+        }
+    }
+    arrive_before(slots.size());
     return ready;
 }
 
@@ -121,28 +139,19 @@ void Tier::begin_hold(Slot slot) {
     refresh(slot);
 }
 
-// Ends the copy into a slot. The slot becomes an entry if it is still pending (there was no reset), its bytes
-// were copied, and its parent is READY.
-bool Tier::complete_copy(Slot slot, bool copied, std::uint64_t checksum) {
-    end_hold(slot);
-    Entry &entry = entries_[slot];
+// The slot is still pending (there was no reset), and its parent is READY.
+bool Tier::may_be_ready(Slot slot) const {
+    const Entry &entry = entries_[slot];
     if (!entry.findable || entry.state != SlotState::kWriting) return false;
-    const bool parent_ready = entry.parent == kRoot || (entries_[entry.parent].findable &&
-                                                        entries_[entry.parent].state == SlotState::kReady);
-    if (copied && parent_ready) {
-        entry.checksum = checksum;
-        add_entry(slot);
-        if (!orphans_.empty()) adopt_orphans(slot);
-        return true;
-    }
-    drop_pending(slot);
-    return false;
+    return entry.parent == kRoot ||
+           (entries_[entry.parent].findable && entries_[entry.parent].state == SlotState::kReady);
 }
 
-// Removes a pending slot whose copy failed from the table. It stays WRITING while it is pinned, held, or the
-// parent of pending children.
+// Removes a slot whose copy failed from the table, if it is pending. It stays WRITING while it is pinned,
+// held, or the parent of pending children.
 void Tier::drop_pending(Slot slot) {
     Entry &entry = entries_[slot];
+    if (!entry.findable || entry.state != SlotState::kWriting) return;
     index_.erase(slot);
     tenants_.leave(slot);
     set_unjoined(slot, false);

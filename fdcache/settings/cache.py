@@ -175,12 +175,8 @@ class CacheSettings(Group):
         "Which cached blocks are loaded: always all, or (auto) as many as take less time to load than to compute, by "
         "the speeds of link, storage and prefill as observed. Without observe_prefill both are the same.",
     )
-    defer_timeout: Seconds = variable(
-        "FDCACHE_DEFER_TIMEOUT",
-        1.0,
-        "Longest wait of a match for another request's copy of the same block.",
-        ge=0,
-        unit="s",
+    defer_timeout: Seconds = constant(
+        1.0, "Longest wait of a match for another request's copy of the same block.", ge=0
     )
     plan_timeout: Seconds = variable(
         "FDCACHE_PLAN_TIMEOUT",
@@ -230,9 +226,7 @@ class CopySettings(Group):
         ge=1,
     )
     copy_threads: Integer = constant(1, "CPU copy threads per direction.", ge=1, le=64)
-    layer_timeout: Seconds = variable(
-        "FDCACHE_LAYER_TIMEOUT", 30.0, "Default timeout of wait_for_layer.", gt=0, unit="s"
-    )
+    layer_timeout: Seconds = constant(30.0, "Default timeout of wait_for_layer.", gt=0)
     drain_timeout: Seconds = variable(
         "FDCACHE_SWAP_DRAIN_TIMEOUT",
         30.0,
@@ -311,13 +305,7 @@ class StorageTierSettings(Group):
         FsyncPolicy.INTERVAL,
         "When written blocks are synced to survive power loss. A killed process loses none in any case.",
     )
-    fsync_interval: Seconds = variable(
-        "FDCACHE_STORAGE_FSYNC_INTERVAL",
-        5.0,
-        "Time between syncs with the policy interval.",
-        gt=0,
-        unit="s",
-    )
+    fsync_interval: Seconds = constant(5.0, "Time between syncs with the policy interval.", gt=0)
     threads: Integer = constant(
         16, "Maximum number of requests to local storage in flight, for each rank.", ge=1, le=256
     )

@@ -12,6 +12,7 @@ from fdcache.machine.memory import MemoryLimits
 from fdcache.settings.cache import WritePolicy
 from fdcache.settings.extensions import extensions
 from fdcache.settings.kinds import format_size
+from fdcache.settings.peers import address_fault, key_fault
 from fdcache.settings.problems import Problem, SettingsError, Severity, note, warning
 from fdcache.settings.sources import FILE_SUFFIX, OWN_PREFIX, PREFIXES, Layer, Source
 from fdcache.settings.tree import SettingsTree
@@ -26,7 +27,7 @@ def cross_checks(settings: SettingsTree, memory: MemoryLimits) -> Iterator[Probl
     yield from _device_memory(settings)
     yield from _host_tier(settings)
     yield from _storage_beside_a_service(settings)
-    yield from _transfer_key(settings)
+    yield from _transfer_address(settings)
     for extension in extensions():
         yield from extension.check(settings)
 
@@ -112,15 +113,24 @@ def _without_host_tier(settings: SettingsTree) -> Iterator[Problem]:
         )
 
 
-def _transfer_key(settings: SettingsTree) -> Iterator[Problem]:
-    """Report an address in the network that would be open to everyone, as an engine refuses it."""
+def _transfer_address(settings: SettingsTree) -> Iterator[Problem]:
+    """Report an address of hand-overs at which no peer can ask, or everyone, as an engine refuses it."""
     address, key = settings.peers.address, settings.peers.key
-    if settings.peers.is_on and key is None and (address or "").startswith("tcp://"):
+    if not settings.peers.is_on or address is None:
+        return
+    names = ("FDCACHE_TRANSFER_ADDRESS", "FDCACHE_TRANSFER_KEY")
+    if (fault := address_fault(address, settings.deployment.ranks - 1)) is not None:
+        yield settings.conflict(names[:1], *fault)
+    if not address.startswith("tcp://"):
+        return
+    if key is None:
         yield settings.conflict(
-            ("FDCACHE_TRANSFER_ADDRESS", "FDCACHE_TRANSFER_KEY"),
+            names,
             "whoever reaches this address could read and change blocks",
             "set FDCACHE_TRANSFER_KEY_FILE to a file with a secret that all instances share",
         )
+    elif (fault := key_fault(key.get_secret_value())) is not None:
+        yield settings.conflict(names[1:], *fault)
 
 
 def _storage_beside_a_service(settings: SettingsTree) -> Iterator[Problem]:
@@ -160,6 +170,10 @@ REMOVED: Mapping[str, str] = {
     "FDCACHE_TRANSFER_THREADS": _IS_CONSTANT,
     "FDCACHE_TRANSFER_RING": _IS_CONSTANT,
     "FDCACHE_EXTENT_SIZE": "unset it; FDCACHE_HOST_MEMORY decides it",
+    "FDCACHE_DEFER_TIMEOUT": _IS_CONSTANT,
+    "FDCACHE_LAYER_TIMEOUT": "unset it; an engine gives `wait_for_layer` a timeout, or waits 30 s",
+    "FDCACHE_STORAGE_FSYNC_INTERVAL": "unset it; FDCACHE_STORAGE_FSYNC=always syncs every write, interval every 5 s",
+    "FDCACHE_EVICTION_LOG": _IS_CONSTANT,
 }
 """Settings that earlier versions had, each with the remedy."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from pathlib import Path
 
-from fdcache.settings.kinds import FilePath, Integer, Number, Seconds, Secret, Size, Text
+from fdcache.settings.kinds import FilePath, Integer, Number, Seconds, Secret, Size, Text, is_port
 from fdcache.settings.variable import Component, Group, constant, variable
 
 
@@ -15,6 +15,34 @@ class TransferRole(StrEnum):
     MIXED = "mixed"
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+ANY_HOST = ("*", "0.0.0.0", "[::]")
+"""Hosts at which a process listens, and to which nobody connects."""
+ADDRESS_FORMS = "write ipc:///directory/name or tcp://host:port"
+_LEAST_KEY_BYTES = 16
+
+
+def address_fault(address: str, rank: int = 0) -> tuple[str, str] | None:
+    """Return why a rank cannot answer peers if rank 0 has this address, and the remedy; None if it can."""
+    scheme, _, rest = address.partition("://")
+    host, _, port = rest.rpartition(":")
+    if scheme == "tcp" and host in ANY_HOST:
+        return "peers connect to this address", "write the host by which they reach it"
+    if scheme == "tcp" and host and is_port(port) and 0 < int(port) + rank < 65536:
+        return None
+    if scheme == "ipc" and rest.startswith("/"):
+        return None
+    return f"no address at which rank {rank} can answer peers", ADDRESS_FORMS
+
+
+def key_fault(key: str) -> tuple[str, str] | None:
+    """Return why a shared secret protects nothing, and the remedy; None if it does."""
+    count = len(key.encode())
+    if count >= _LEAST_KEY_BYTES:
+        return None
+    remedy = f"use at least {_LEAST_KEY_BYTES}, as `openssl rand -hex 32` makes them"
+    return f"a key of {count} bytes can be guessed", remedy
 
 
 class PeerSettings(Group):

@@ -6,7 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from fdcache.settings.kinds import FilePath, Flag, Integer, Number, Seconds, Shares, Text
-from fdcache.settings.variable import Component, Group, variable
+from fdcache.settings.variable import Component, Group, constant, variable
 
 
 class FileSettings(Group):
@@ -107,13 +107,7 @@ class ServerSettings(Group):
         (),
         "Quotas of single tenants in place of FDCACHE_TENANT_QUOTA, such as search=0.5,batch=0.1.",
     )
-    eviction_log: Integer = variable(
-        "FDCACHE_EVICTION_LOG",
-        65536,
-        "Number of evictions recorded for `inspect explain`.",
-        ge=0,
-        unit="blocks",
-    )
+    eviction_log: Integer = constant(65536, "Number of evictions recorded for `inspect explain`.", ge=0)
     log_format: LogFormat = variable(
         "FDCACHE_LOG_FORMAT",
         LogFormat.AUTO,

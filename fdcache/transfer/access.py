@@ -19,11 +19,10 @@ from fdcache.errors import ConfigurationError, TransferError
 from fdcache.service.wire.address import default_runtime_dir, make_runtime_dir
 from fdcache.service.wire.liveness import LiveFile, live_processes
 from fdcache.settings.kinds import is_port
+from fdcache.settings.peers import ADDRESS_FORMS, ANY_HOST, address_fault, key_fault
 
-_ANY_HOST = ("*", "0.0.0.0", "[::]")
 _HOST = re.compile(r"[A-Za-z0-9\[:][A-Za-z0-9.\-:%_\[\]]*")
 """What ZeroMQ can connect to; it refuses other hosts, or reads them as more than a host."""
-_FORMS = "write ipc:///directory/name or tcp://host:port"
 
 
 def rank_address(address: str | None, rank: int, setting: str = "FDCACHE_TRANSFER_ADDRESS") -> str:
@@ -32,28 +31,23 @@ def rank_address(address: str | None, rank: int, setting: str = "FDCACHE_TRANSFE
         directory = default_runtime_dir()
         make_runtime_dir(directory)
         return f"ipc://{directory}/transfer-{os.getpid()}-{time.monotonic_ns():x}.{rank}"
-    scheme, _, rest = address.partition("://")
-    host, _, port = rest.rpartition(":")
-    if scheme == "tcp" and host in _ANY_HOST:
-        raise ConfigurationError(
-            f"{setting}={address}: peers connect to this address; write the host by which they reach it"
-        )
-    if scheme == "tcp" and host and is_port(port) and 0 < int(port) + rank < 65536:
-        return f"tcp://{host}:{int(port) + rank}"
-    if scheme == "ipc" and rest.startswith("/"):
-        return f"ipc://{rest}.{rank}"
-    raise ConfigurationError(f"{setting}={address}: {_FORMS}")
+    if (fault := address_fault(address, rank)) is not None:
+        raise ConfigurationError(f"{setting}={address}: {'; '.join(fault)}")
+    if address.startswith("ipc://"):
+        return f"{address}.{rank}"
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + rank}"
 
 
 def require_peer_address(address: str) -> None:
     """Raise ``TransferError`` for an address that no rank of a peer can have."""
     scheme, _, rest = address.partition("://")
     host, _, port = rest.rpartition(":")
-    is_host = _HOST.fullmatch(host) is not None and host not in _ANY_HOST
+    is_host = _HOST.fullmatch(host) is not None and host not in ANY_HOST
     is_socket = scheme == "ipc" and rest.startswith("/") and rest.isprintable()
     is_port_of_host = scheme == "tcp" and is_host and is_port(port) and 0 < int(port) < 65536
     if not (is_socket or is_port_of_host):
-        raise TransferError(f"address {address[:200]!r} of a prefill peer: {_FORMS}")
+        raise TransferError(f"address {address[:200]!r} of a prefill peer: {ADDRESS_FORMS}")
 
 
 def address_error(address: str, error: Exception) -> TransferError:
@@ -77,7 +71,6 @@ def prepare_socket(path: Path) -> None:
     raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
-LEAST_KEY_BYTES = 16
 _HANDSHAKES = "inproc://zeromq.zap.01"  # where libzmq asks whether a client may connect, RFC 27
 _DOMAIN = b"fdcache-transfer"
 
@@ -160,11 +153,8 @@ def require_key(address: str, key: str | None) -> LinkKeys | None:
 
 def require_long_key(key: str, setting: str) -> None:
     """Raise ``ConfigurationError`` for a key that can be guessed."""
-    if len(key.encode()) < LEAST_KEY_BYTES:
-        raise ConfigurationError(
-            f"{setting}: a key of {len(key.encode())} bytes can be guessed; use at least "
-            f"{LEAST_KEY_BYTES}, as `openssl rand -hex 32` makes them"
-        )
+    if (fault := key_fault(key)) is not None:
+        raise ConfigurationError(f"{setting}: {'; '.join(fault)}")
 
 
 def _key_pair(secret: str, role: bytes) -> tuple[bytes, bytes]:

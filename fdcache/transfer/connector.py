@@ -362,6 +362,11 @@ def share(layout: KVLayout, rank: int, peer_ranks: int | None, state_parts: tupl
     return _split(layout, theirs, rank, _parts_of_smaller(layout, theirs, state_parts))
 
 
+def agreed_fingerprint(layout: KVLayout) -> bytes:
+    """Return what instances know a layout by: how many ranks keep latents once on the host is a matter of each."""
+    return (replace(layout, replicas=layout.tp_size) if layout.is_latent else layout).fingerprint
+
+
 def layout_of_peer(layout: KVLayout, peer_ranks: int | None) -> KVLayout:
     """Return the layout of instances of ``peer_ranks`` ranks, None for as many as the own has. Raises as ``share``."""
     own = layout.tp_size

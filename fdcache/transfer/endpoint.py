@@ -29,6 +29,7 @@ from fdcache.transfer.connector import (
     Stager,
     TransferContext,
     TransferStats,
+    agreed_fingerprint,
     share,
 )
 from fdcache.transfer.decode import BeginRead, ComputeTargetSums, DecodeSide, FetchEnd, FetchEnded
@@ -267,12 +268,12 @@ class TransferEndpoint:
                         draft_layers=layout.num_draft_layers,
                         lookahead_tokens=options.lookahead_tokens,
                         record_bytes=layout.record_bytes,
-                        fingerprint=layout.fingerprint,
+                        fingerprint=agreed_fingerprint(layout),
                         machine=machine_id(),
                         live=self._live.live,
                         memory=self._connector.memory,
                         peer_tp_size=self._sharing.layout.tp_size,
-                        peer_fingerprint=self._sharing.layout.fingerprint,
+                        peer_fingerprint=agreed_fingerprint(self._sharing.layout),
                     ),
                     key=None if self._settings.key is None else self._settings.key.get_secret_value(),
                 )

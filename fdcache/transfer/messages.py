@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
 from fdcache.errors import ProtocolError
 from fdcache.machine.decoding import MALFORMED
 from fdcache.service.wire.liveness import Live
+from fdcache.settings.kinds import printable
 
 PROTOCOL_VERSION = 1
 MAGIC = b"FDXT"
@@ -28,6 +29,8 @@ MOST_BYTES = 16 << 20
 """Longest message that is read."""
 MOST_NAME = 4096
 """Characters of the name of a transfer: both sides remember thousands of names."""
+MOST_WORDS = 1000
+"""Characters that are taken of a peer's words, which log lines and reports show."""
 
 _HEADER = struct.Struct("<4sHH16s16s")
 
@@ -39,6 +42,9 @@ class Envelope(NamedTuple):
     target: bytes
 
 
+Name = Annotated[str, msgspec.Meta(max_length=MOST_NAME)]
+
+
 class Identity(msgspec.Struct, frozen=True, array_like=True):
     """Description of one rank of an instance, compared by both sides before any block is asked for.
 
@@ -47,9 +53,9 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
     """
 
     boot: bytes
-    address: str
-    role: str
-    connector: str
+    address: Name
+    role: Name
+    connector: Name
     block_size: int
     tp_size: int
     rank: int
@@ -58,7 +64,7 @@ class Identity(msgspec.Struct, frozen=True, array_like=True):
     lookahead_tokens: int
     record_bytes: int
     fingerprint: bytes
-    machine: str
+    machine: Name
     live: Live | None
     memory: bytes
     peer_tp_size: int
@@ -226,7 +232,21 @@ def decode(data: bytes) -> tuple[Envelope, AnyMessage]:
     except MALFORMED as error:
         raise ProtocolError(f"a message cannot be read: {error}") from error
     _check(message)
-    return Envelope(sender, target), message
+    return Envelope(sender, target), _shortened(message)
+
+
+def _shortened(message: AnyMessage) -> AnyMessage:
+    """Return a message with no more of a peer's words than fit into a log line."""
+    if isinstance(message, Failed):
+        return msgspec.structs.replace(message, reason=_cut(message.reason))
+    if isinstance(message, LinkRefused):
+        return LinkRefused(*map(_cut, msgspec.structs.astuple(message)))
+    return message
+
+
+def _cut(words: str) -> str:
+    more = len(words) - MOST_WORDS
+    return printable(words if more <= 0 else f"{words[:MOST_WORDS]} and {more} more characters")
 
 
 def _check(message: AnyMessage) -> None:

@@ -356,7 +356,7 @@ def test_the_environment_alone_configures_memory_and_storage(
         "FDCACHE_STORAGE_DIR": str(tmp_path),
         "FDCACHE_STORAGE_SIZE": "1MiB",
         "FDCACHE_PREFETCH_POLICY": "wait_complete",
-        "FDCACHE_LAYER_TIMEOUT": "7s",
+        "FDCACHE_SWAP_DRAIN_TIMEOUT": "7s",
         "FDCACHE_VERIFY": "all",
     }
     for name, text in given.items():
@@ -370,7 +370,7 @@ def test_the_environment_alone_configures_memory_and_storage(
         assert arena is not None and arena.num_blocks == engine.manager.num_cpu_blocks > 0
         assert engine.restored == restored
         assert engine.serve(fd_request("a", prompt=prompt)) == restored
-        assert engine.controller.core.settings.layer_timeout == 7.0
+        assert engine.controller.core.settings.drain_timeout == 7.0
         assert engine.controller.core.settings.verify == "all"
         engine.close()
 

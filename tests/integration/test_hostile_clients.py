@@ -21,7 +21,7 @@ from fdcache.service.wire.liveness import Live, LiveFile
 from fdcache.service.wire.protocol import Attach, Heartbeat, Match, Refill, Register
 from tests.mounts import file_system
 from tests.service_engine import BLOCK, PROMPT, Engine, layout, ready_blocks
-from tests.service_help import local_service, run, until
+from tests.service_help import local_service, until
 from tests.service_line import Line, code, ints, numbers, register, runs_of
 
 LAYOUT = layout().to_json().encode()
@@ -271,16 +271,6 @@ class TestFaults:
         connection.session = 0
         live.close()
         assert_serves(line)
-
-    def test_an_eviction_log_without_bounds_does_not_end_a_reset(self, tmp_path: Path) -> None:
-        with local_service(tmp_path, FDCACHE_EVICTION_LOG="4294967296") as service:
-            engine = Engine(service.address)
-            engine.serve(PROMPT)
-            until(lambda: ready_blocks(service) == 10, "the blocks are stored")
-            done = run("reset", "--server", service.address, "--tier", "host", "--yes")
-            assert "forgot 10 blocks" in done.stdout, done.stderr
-            assert ready_blocks(service) == 0
-            engine.close()
 
 
 # --- files that vanish --------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,7 @@ from fdcache.storage.objects.variables import ObjectSettings
 from fdcache.testing.storage import KnownRecords, conformance_layout, path_of
 from tests.commands import everything
 from tests.faulty_proxy import FaultyProxy
-from tests.object_help import KEY, KEY_ID, Bucket, S3Server, open_bucket
+from tests.object_help import KEY, KEY_ID, Bucket, PlainS3Server, S3Server, open_bucket
 from tests.service_help import run, until
 
 PATIENCE = 60.0
@@ -182,6 +183,33 @@ def test_a_bucket_that_is_not_there_is_named(s3_server: S3Server, records: Known
     assert not result.ok.any()
     assert "the bucket does not exist" in str(result.error)
     assert connector.stats().state is StorageState.OFF
+
+
+@pytest.fixture(params=["moto", "localbucket"])
+def own_server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[S3Server]:
+    """A server whose bucket no other test uses."""
+    server = S3Server() if request.param == "moto" else PlainS3Server(tmp_path / "buckets")
+    yield server
+    server.kill()
+
+
+def test_a_bucket_that_vanishes_is_a_miss_then_named_and_used_again(
+    own_server: S3Server, records: KnownRecords
+) -> None:
+    given = own_server.bucket("vanishing")
+    connector = open_bucket(given, LAYOUT, **TIER)
+    stored(connector, records, "before")
+    own_server.remove("blocks")
+    assert read(connector, records, "before") == [Outcome.MISS] * COUNT
+    result = connector.put(records.fill(path_of(COUNT, "meanwhile")), PATIENCE)
+    assert not result.ok.any()
+    assert "the bucket does not exist" in str(result.error)
+    own_server.make("blocks")
+    after = path_of(COUNT, "after")
+    until(lambda: bool(connector.put(records.fill(after), PATIENCE).ok.all()), "the new bucket is written")
+    assert read(connector, records, "after") == [Outcome.OK] * COUNT
+    assert read(connector, records, "before") == [Outcome.MISS] * COUNT
+    connector.close()
 
 
 @pytest.mark.parametrize("fault", ["500", "403", "hang", "nobody"])

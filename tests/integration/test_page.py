@@ -115,8 +115,8 @@ def test_each_panel_shows_the_traffic_of_engines_that_die_and_of_a_service_that_
         }.items():
             for text in texts:
                 light.wait_for_text(panel, text)
-        light.page.fill("#settings-filter", "eviction_log")
-        light.wait_for_text("settings", "FDCACHE_EVICTION_LOG")
+        light.page.fill("#settings-filter", "session_time")
+        light.wait_for_text("settings", "FDCACHE_SESSION_TIMEOUT")
         light.page.fill("#settings-filter", "")
         hottest = light.page.locator("#tree [role=treeitem]").first.get_attribute("data-id").split()[1]
         light.page.fill("#explain-text", hottest)

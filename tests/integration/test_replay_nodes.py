@@ -26,11 +26,7 @@ from tests.replay_help import small_config
 Store = dict[str, str]
 PATIENT = {"FDCACHE_PREFETCH_POLICY": "wait_complete", "FDCACHE_RPC_TIMEOUT": "60"}
 """A slow machine is no reason to compute."""
-HURRIED = {
-    "FDCACHE_PREFETCH_POLICY": "timeout",
-    "FDCACHE_PREFETCH_TIMEOUT": "5",
-    "FDCACHE_RPC_TIMEOUT": "2",
-}
+HURRIED = {"FDCACHE_PREFETCH_POLICY": "timeout", "FDCACHE_RPC_TIMEOUT": "2"}
 """Requests go on without what is late; on a slow machine something comes in time."""
 
 WAYS = ["nodes", "shared", "object"]
@@ -93,6 +89,15 @@ def test_three_nodes_find_what_one_with_all_the_memory_finds(store: Store, tmp_p
 
 
 @pytest.mark.slow
+def test_requests_that_find_their_prefix_read_little_from_other_nodes(store_of_nodes: Store) -> None:
+    shares = {}
+    for route in ("random", "prefix"):
+        report = replayed({**PATIENT, **store_of_nodes}, 3, "--requests", "120", "--route", route)
+        shares[route] = report["totals"]["storage_tokens"] / report["totals"]["hit_tokens"]
+    assert shares["prefix"] < shares["random"] / 4
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("store", WAYS, indirect=True)
 def test_nothing_is_wrong_or_late_whatever_happens_to_nodes(store: Store) -> None:
     report = replayed({**store, **HURRIED}, 3, "--requests", "80", "--faults", "8", "--seed", "1")
@@ -115,7 +120,9 @@ def test_nothing_is_wrong_or_late_after_a_hundred_faults(store: Store, seed: str
 
 
 def test_nodes_that_die_and_are_cut_off(store_of_nodes: Store) -> None:
-    report = replayed(store_of_nodes, 3, "--requests", "40", "--faults", "kill=1,engine=1,cut=1")
+    options = ("--requests", "40", "--route", "prefix")
+    report = replayed(store_of_nodes, 3, *options, "--faults", "kill=1,engine=1,cut=1")
+    assert report["route"] == "prefix"
     assert report["faults"] == {"kill": 1, "engine": 1, "cut": 1}
 
 
@@ -189,6 +196,7 @@ def test_a_fault_that_does_not_happen_is_not_counted(tmp_path: Path) -> None:
         (("--nodes", "17"), "17 is not between 1 and 16"),
         (("--nodes", "3", "--sweep", "host-memory=1MiB"), "a replay of --nodes does not have it"),
         (("--nodes", "3", "--pd"), "a replay of --nodes does not have it"),
+        (("--route", "prefix"), "only a replay of --nodes has it"),
         (("--nodes", "3", "--faults", "flood=3"), "'flood=3' is none; write 200, or kinds of kill"),
         (("--nodes", "3", "--faults", "full=3"), "full: only a bucket behind FDCACHE_OBJECT_ENDPOINT can be"),
     ],

@@ -182,6 +182,26 @@ def test_nodes_keep_the_store_within_its_size_and_paths_lose_their_ends(
             )
 
 
+def test_of_nodes_with_different_sizes_the_smallest_holds(node: OpenNode, records: KnownRecords) -> None:
+    object_bytes = 4096 + IN_ONE * LAYOUT.record_bytes
+    large, small = node(size=80 * object_bytes), node(size=20 * object_bytes)
+    paths = [path_of(8 * IN_ONE, f"path {number}") for number in range(6)]
+    for hashes in paths:
+        store(large, records, hashes)
+    large.room.sweep()
+    assert large.room.removed == 0
+    small.room.sweep()
+    assert small.room.bytes is not None and small.room.objects is not None
+    assert small.room.bytes <= 20 * object_bytes
+    outcomes = [read(large, records, hashes) for hashes in paths]
+    held = [sum(each is Outcome.OK for each in path) for path in outcomes]
+    assert sum(held) == small.room.objects * IN_ONE, (
+        "a node with a larger size reads what is left, and misses the rest"
+    )
+    store(large, records, paths[0])
+    assert read(small, records, paths[0]) == [Outcome.OK] * (8 * IN_ONE)
+
+
 def files(folder: Path) -> list[Path]:
     """The files of objects, and drafts of such."""
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != LAYOUT_NAME)

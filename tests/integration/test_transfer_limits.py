@@ -8,10 +8,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 
 from fdcache.errors import RequestStateError
 from fdcache.manager import Request
-from fdcache.transfer.messages import End, EndReason, LinkRefused, LinkWelcome
+from fdcache.manager.requests import PeerSource
+from fdcache.transfer.messages import (
+    NO_BOOT,
+    End,
+    EndReason,
+    Envelope,
+    Failed,
+    LinkRefused,
+    LinkWelcome,
+    decode,
+    encode,
+)
 from tests.integration.test_transfer_strangers import hand_over, identity_of, outsider
 from tests.transfer_help import Instance, prompt_of
 
@@ -88,6 +100,36 @@ def test_a_name_that_no_peer_reads_costs_its_own_hand_over_alone(prefill: Instan
         assert "at most 4096" in str(mine.outcomes[0].error_message)
         mine.until(lambda: [each.state for each in mine.transfers.peers] == ["accepted"], prefill)
     assert prefill.transfers.protocol_errors == 0
+
+
+def test_a_peer_that_describes_itself_with_endless_names_is_refused(prefill: Instance) -> None:
+    """Views and counts have its address."""
+    with outsider(prefill.address) as peer:
+        answer = peer.greet(identity_of(prefill), live=None, address="ipc:///" + "a" * 5000)
+        assert isinstance(answer, LinkRefused) and answer.field == "protocol"
+    assert not prefill.transfers.peers
+    hand_over(prefill, "d")
+
+
+def test_of_what_a_peer_says_log_lines_show_the_beginning(tmp_path: Path) -> None:
+    """One that claims to be prefill refuses with 15 MiB of lines, and the outcome has some of them."""
+    address, context = f"ipc://{tmp_path}/talker.0", zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.bind(address)
+    refused = encode(Envelope(b"p" * 16, NO_BOOT), LinkRefused("rank", "0", "line\n" * (3 << 20)))
+    with Instance("decode", tmp_path, "d") as mine:
+        mine.fetch(Request("a", prompt_of(1, 4)), PeerSource("a", (address,)))
+        mine.step()
+        assert router.poll(10_000)
+        router.send_multipart([router.recv_multipart()[0], refused])
+        mine.until(lambda: mine.outcomes)
+        said = str(mine.outcomes[0].error_message)
+        assert "rank is line\\nline" in said and "more characters" in said
+        assert len(said) < 5000 and said.isprintable()
+        failed = encode(Envelope(b"p" * 16, b"d" * 16), Failed("a", 1, "line\n" * (3 << 20)))
+        read = decode(failed)[1]
+        assert isinstance(read, Failed) and len(read.reason) < 5000 and read.reason.isprintable()
+    context.destroy(linger=0)
 
 
 def test_a_peer_that_never_stops_talking_does_not_stop_the_others(prefill: Instance) -> None:

@@ -198,7 +198,6 @@ def test_namespaces_of_several_ranks_share_what_is_left(tmp_path: Path, size: st
         {"FDCACHE_EVICTION": "lru"},
         {"FDCACHE_NAMESPACE_QUOTA": "0.1"},
         {"FDCACHE_TENANT_QUOTA": "0.5"},
-        {"FDCACHE_EVICTION_LOG": "0"},
     ],
     ids=" ".join,
 )

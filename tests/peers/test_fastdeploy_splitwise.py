@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ class Role:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
+            start_new_session=True,
         )
         self.is_ready = False
         self.answers: dict[str, dict[str, Any]] = {}
@@ -69,7 +71,9 @@ class Role:
         self.process.stdin.flush()
 
     def end(self) -> None:
-        self.process.kill()
+        """Kill it, and the processes of its queue."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self._log.close()
 

@@ -23,10 +23,10 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
 from fdcache.devices.cpu import CpuStream
-from fdcache.errors import ConfigurationError, HashingError, UnsupportedLayoutError
+from fdcache.errors import ConfigurationError, DeviceLostError, HashingError, UnsupportedLayoutError
 from fdcache.hashing import sglang_keys
 from fdcache.integrations.sglang import config as sglang_config
-from fdcache.integrations.sglang import device_pools, offloads, weights
+from fdcache.integrations.sglang import device_pools, offloads, pool_tier, weights
 from fdcache.integrations.sglang import linker as module
 from fdcache.integrations.sglang.linker import FdcacheLinker
 from fdcache.tasks import CpuEvent
@@ -203,9 +203,9 @@ def test_a_load_that_is_planned_waits_for_the_scheduler_to_submit_it() -> None:
     with linker(pool) as made:
         pool.k_buffer[0].fill_(7)
         assert stored(made, keys, [1, 2, 3, 4])
-        assert made.offload(transfer(hex_keys(2, "other"), [5, 6]))
         assert made.lookup("a", transfer(keys)) == [4]
         assert made.load("a", transfer(keys, [9, 10, 11, 12]))
+        assert made.offload(transfer(hex_keys(2, "other"), [5, 6]))
         pool.k_buffer[0][9 * PAGE :].zero_()
         for _ in range(3):
             made._turn()
@@ -316,6 +316,31 @@ def test_a_load_that_is_late_writes_nothing_once_it_has_failed(monkeypatch: pyte
     stream.close()
 
 
+@pytest.mark.parametrize("is_flushed", [False, True])
+def test_copies_that_do_not_end_end_the_engine_by_name(
+    is_flushed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their pages cannot be given to others; a long wait is told once."""
+    monkeypatch.setattr(pool_tier, "_LONG_WAIT", 0.05)
+    keys, gate, stream = hex_keys(4), CpuEvent(), CpuStream(1)
+    stream.wait_event(gate)
+    with linker(mha(), FDCACHE_PLAN_TIMEOUT="200ms") as made:
+        assert stored(made, keys, [1, 2, 3, 4])
+        monkeypatch.setattr(made._slots, "current_stream", lambda: stream)
+        assert made.lookup("a", transfer(keys)) == [4]
+        assert made.load("a", transfer(keys, [9, 10, 11, 12]))
+        index = made.start_layer_wise_loading()
+        monkeypatch.setattr(pool_tier, "COPIES_END_WITHIN", 0.5)
+        with pytest.raises(DeviceLostError, match="pool kv"):
+            made.reset() if is_flushed else made.finish_layer_wise_loading(index)
+        assert caplog.text.count("waiting for copies of the pool kv") == 1
+        gate.set()
+        monkeypatch.undo()
+        made.reset()
+        assert made.lookup("b", transfer(keys)) == [4]
+    stream.close()
+
+
 def test_a_request_that_gets_other_slots_is_loaded_into_these_alone() -> None:
     keys, pool = hex_keys(2), mha()
     with linker(pool) as made:
@@ -352,6 +377,31 @@ def test_requests_that_ask_and_are_aborted_leave_nothing(monkeypatch: pytest.Mon
         assert made._kv.manager.get_stats().live_requests == 0
         assert made._kv.manager._host.in_use == 0
         assert made.lookup("after", transfer(keys)) == [4]
+
+
+def test_an_idle_engine_gives_up_what_was_promised_to_requests_that_have_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An idle scheduler counts offloads, and calls nothing else."""
+    monkeypatch.setattr(module, "_FORGET_AFTER", 0.05)
+    keys = hex_keys(4)
+    with linker(mha()) as made:
+        assert stored(made, keys, [1, 2, 3, 4])
+        assert made.lookup("a", transfer(keys)) == [4]
+        assert made._kv.manager._host.in_use
+        until(
+            lambda: made.num_completed_offloads() == 0 and not made._kv.manager._host.in_use,
+            "nothing is pinned",
+        )
+        assert made._kv.manager.get_stats().live_requests == 0
+        assert not made.load("a", transfer(keys, [5, 6, 7, 8]))
+        assert made.lookup("b", transfer(keys)) == [4]
+
+
+def test_a_look_up_of_nothing_finds_nothing() -> None:
+    with linker(mha()) as made:
+        assert made.lookup("a", transfer([])) == []
+        assert made._kv.manager.get_stats().live_requests == 0
 
 
 def test_what_is_promised_stays_pinned_while_the_request_asks() -> None:

@@ -12,6 +12,7 @@ from fdcache.layout_planes import PlaneKind
 from fdcache.metadata import SLOT_HEADER_BYTES
 from fdcache.settings import SettingsError
 from fdcache.settings.cache import CacheSettings, WritePolicy
+from fdcache.transfer.connector import agreed_fingerprint, share
 from tests.fastdeploy_help import BLOCK, fd_config, fd_request, make, run
 
 
@@ -44,6 +45,14 @@ class TestConfiguration:
     def test_latent_attention_has_no_value(self) -> None:
         (plane,) = layout_from_config(fd_config(latent=16)).layer_planes(0)
         assert (plane.kind, plane.shape) == (PlaneKind.KEY, (1, BLOCK, 24))
+
+    def test_latents_are_handed_over_between_unequal_ranks(self) -> None:
+        """Each rank keeps them for itself on the host, which does not keep instances apart."""
+        one, two = (layout_from_config(fd_config(latent=16, ranks=ranks)) for ranks in (1, 2))
+        assert (one.replicas, two.replicas) == (1, 1)
+        for own, peer in ((one, two), (two, one)):
+            told = share(own, 0, peer.tp_size).layout
+            assert agreed_fingerprint(told) == agreed_fingerprint(peer)
 
     def test_draft_layers_come_after_the_main_ones(self) -> None:
         layout = layout_from_config(fd_config(method="mtp", ratio=1.5))

@@ -31,14 +31,14 @@ def load(**given: object) -> Settings:
 def test_the_environment_is_read_when_no_settings_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FDCACHE_DEVICE_BLOCKS", "37")
     monkeypatch.setenv("FDCACHE_HOST_MEMORY", str(5 * host_block_bytes(LAYOUT)))
-    monkeypatch.setenv("FDCACHE_LAYER_TIMEOUT", "7s")
+    monkeypatch.setenv("FDCACHE_SWAP_DRAIN_TIMEOUT", "7s")
     manager = CacheManager.from_settings(LAYOUT)
     assert (manager.num_device_blocks, manager.num_host_blocks) == (37, 5)
     with CacheController.from_settings(LAYOUT, rank=1) as controller:
         controller.initialize_host_cache()
         assert controller.host_arena is not None
         assert controller.host_arena.num_blocks == 5
-        assert (controller.rank, controller.settings.layer_timeout) == (1, 7.0)
+        assert (controller.rank, controller.settings.drain_timeout) == (1, 7.0)
         assert controller.open_storage() is None
 
 

@@ -4,12 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from fdcache.errors import ConfigurationError
 from fdcache.integrations.fastdeploy.variables import FALLBACKS, GRID, MODE, SPLIT
 from fdcache.layout import KVLayout
 from fdcache.machine.memory import MemoryLimits
 from fdcache.settings import VARIABLES, Settings, SettingsError, Severity, Source, read_settings
 from fdcache.settings.checks import cross_checks
 from fdcache.settings.sources import Sourced
+from fdcache.transfer.access import rank_address
 
 PLENTY = MemoryLimits(machine=1 << 50, cgroup=None)
 
@@ -274,3 +276,28 @@ def test_hand_overs_in_the_network_need_a_key() -> None:
     assert conflicts_of({**environ, "FDCACHE_TRANSFER_KEY": "k" * 32}) == []
     assert conflicts_of({**environ, "FDCACHE_TRANSFER": "none"}) == []
     assert conflicts_of({**environ, "FDCACHE_TRANSFER_ADDRESS": "ipc:///run/fdcache/t"}) == []
+
+
+@pytest.mark.parametrize(
+    ("address", "ranks"),
+    [
+        ("tcp://0.0.0.0:7411", 1),
+        ("tcp://*:7411", 1),
+        ("tcp://[::]:7411", 1),
+        ("tcp://h:65535", 2),
+        ("h:7411", 1),
+    ],
+)
+def test_addresses_at_which_no_peer_can_ask_are_reported_as_an_engine_refuses_them(
+    address: str, ranks: int
+) -> None:
+    environ = {"FDCACHE_TRANSFER": "rdma", "FDCACHE_TRANSFER_KEY": "k" * 32, "FDCACHE_RANKS": str(ranks)}
+    assert conflicts_of({**environ, "FDCACHE_TRANSFER_ADDRESS": address}) == [("FDCACHE_TRANSFER_ADDRESS",)]
+    with pytest.raises(ConfigurationError):
+        rank_address(address, ranks - 1)
+    assert conflicts_of({**environ, "FDCACHE_TRANSFER_ADDRESS": "tcp://10.0.0.1:65534"}) == []
+
+
+def test_a_key_that_can_be_guessed_is_reported_as_an_engine_refuses_it() -> None:
+    environ = {"FDCACHE_TRANSFER": "rdma", "FDCACHE_TRANSFER_ADDRESS": "tcp://10.0.0.1:7000"}
+    assert conflicts_of({**environ, "FDCACHE_TRANSFER_KEY": "short"}) == [("FDCACHE_TRANSFER_KEY",)]

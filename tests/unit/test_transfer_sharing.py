@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,10 +11,16 @@ from hypothesis import strategies as st
 
 from fdcache import _core
 from fdcache.errors import TransferError, UnsupportedLayoutError
+from fdcache.groups import CacheGroup, Reach
 from fdcache.layout import KVLayout
-from fdcache.transfer.connector import LocalPlanes, share
+from fdcache.transfer.connector import LocalPlanes, agreed_fingerprint, share
 from fdcache.transfer.messages import Identity, difference
 from tests.seeds import budget
+
+
+def kept_by_each(layout: KVLayout, tp_size: int) -> KVLayout:
+    """A layout of latents that every rank keeps for itself, as FastDeploy's do."""
+    return replace(layout, tp_size=tp_size)
 
 
 def gqa(heads: int = 8, tp_size: int = 1) -> KVLayout:
@@ -25,6 +33,8 @@ def gqa(heads: int = 8, tp_size: int = 1) -> KVLayout:
 MLA = KVLayout.mla(
     model="m", revision="1", num_layers=2, block_size=8, latent_dim=24, dtype="bfloat16", indexer_dim=8
 )
+
+OTHER_MLA = replace(MLA, revision="2")
 
 
 @settings(max_examples=budget(50), deadline=None)
@@ -103,6 +113,15 @@ def test_what_does_not_divide_is_refused(layout: KVLayout, peer: int, words: str
         share(layout, 0, peer)
 
 
+def test_states_beside_latents_go_between_as_many_ranks_alone() -> None:
+    """The states are each rank's own, so that the latents' records are kept by each as well."""
+    layout = replace(kept_by_each(MLA, 2), groups=(CacheGroup(8), CacheGroup(8, Reach.STATE)))
+    words = "FDCACHE_TRANSFER_PEER_RANKS=1: .* states beside latents.*give all instances 2 ranks"
+    with pytest.raises(TransferError, match=words):
+        share(layout, 0, 1, (8,))
+    assert share(layout, 1, 2, (8,)).sources == ((1, None),)  # the remedy: all of it, from the same rank
+
+
 def test_a_layout_of_another_tensor_parallelism_comes_back() -> None:
     assert gqa(tp_size=4).with_tp_size(1) == gqa()
     assert gqa(tp_size=4).planes[0].shape[0] == 2
@@ -124,12 +143,12 @@ def identity(layout: KVLayout, rank: int, peer_ranks: int) -> Identity:
         draft_layers=0,
         lookahead_tokens=0,
         record_bytes=layout.record_bytes,
-        fingerprint=layout.fingerprint,
+        fingerprint=agreed_fingerprint(layout),
         machine="m",
         live=None,
         memory=b"",
         peer_tp_size=sharing.layout.tp_size,
-        peer_fingerprint=sharing.layout.fingerprint,
+        peer_fingerprint=agreed_fingerprint(sharing.layout),
     )
 
 
@@ -138,6 +157,11 @@ def identity(layout: KVLayout, rank: int, peer_ranks: int) -> Identity:
     [
         (identity(gqa(tp_size=4), 2, 2), identity(gqa(tp_size=2), 1, 4), None),
         (identity(gqa(tp_size=2), 1, 4), identity(gqa(tp_size=4), 3, 2), None),
+        (identity(MLA.with_tp_size(2), 1, 1), identity(MLA, 0, 2), None),
+        (identity(kept_by_each(MLA, 2), 0, 1), identity(MLA, 0, 2), None),
+        (identity(MLA, 0, 4), identity(kept_by_each(MLA, 4), 3, 1), None),
+        (identity(kept_by_each(MLA, 2), 1, 2), identity(MLA.with_tp_size(2), 1, 2), None),
+        (identity(kept_by_each(MLA, 2), 0, 1), identity(OTHER_MLA, 0, 2), "fingerprint"),
         (identity(gqa(tp_size=4), 2, 2), identity(gqa(tp_size=2), 0, 4), "rank"),
         (identity(gqa(tp_size=4), 2, 4), identity(gqa(tp_size=2), 1, 4), "tp_size"),
         (identity(gqa(tp_size=4), 2, 2), identity(gqa(tp_size=2), 1, 2), "tp_size"),

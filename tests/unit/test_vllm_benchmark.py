@@ -9,6 +9,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,19 @@ from hypothesis import strategies as st
 
 from benchmarks.harness import percentiles
 from benchmarks.vllm import __main__ as benchmark
-from benchmarks.vllm import timing
+from benchmarks.vllm import grouped, timing
 from benchmarks.vllm.driver import Answer, in_turn
-from benchmarks.vllm.engines import BESIDE, CONTROLS, NONE, RESTARTED, Places, StartError, make, probe
+from benchmarks.vllm.engines import (
+    BESIDE,
+    CONTROLS,
+    NONE,
+    RESTARTED,
+    Places,
+    StartError,
+    arguments,
+    make,
+    probe,
+)
 from benchmarks.vllm.faults import corrupt, failing, made, spoiling
 from benchmarks.vllm.meeting import Meeting
 from benchmarks.vllm.processes import CutError, JobError, Processes, cause
@@ -35,7 +46,52 @@ def test_pages_have_the_sizes_that_the_shapes_are_for() -> None:
     assert SHAPES["8b"].page_bytes == 64 << 10
     assert SHAPES["70b-tp8"].page_bytes == 8 << 10
     assert SHAPES["8b"].token_bytes * 8192 == 1 << 30
-    assert SHAPES["mla"].token_bytes == 61 * (512 + 64) * 2
+    assert SHAPES["mla"].token_bytes == SHAPES["deepseek-v3"].token_bytes == 61 * (512 + 64) * 2
+
+
+def test_a_hybrid_has_blocks_that_hold_a_state() -> None:
+    """vLLM 0.26 says 1,040 tokens of Nemotron-H 8B, and a page that is 0.10% larger than a state."""
+    shape = SHAPES["nemotron-h-8b"]
+    assert shape.states is not None
+    convolved, scanned = 3 * (128 * 64 + 2 * 8 * 128) * 2, 128 * 64 * 128 * 4
+    assert (shape.states.layers, shape.states.nbytes) == (24, convolved + scanned)
+    assert (shape.block, shape.page_bytes) == (1040, 1040 * 8 * 128 * 2 * 2)
+    assert 1 < shape.page_bytes / shape.states.nbytes < 1.0015
+    assert shape.loaded_bytes(2080) == 4 * 2 * shape.page_bytes + 24 * shape.page_bytes
+    assert shape.options["mamba_cache_mode"] == "align"
+    assert "block_size" not in shape.options
+    assert SHAPES["8b"].loaded_bytes(16) == 16 * SHAPES["8b"].token_bytes
+
+
+def test_a_step_of_every_shape_reaches_the_end_of_a_block() -> None:
+    for shape in SHAPES.values():
+        told = arguments(shape, Path("m"), device="cuda", eager=True)
+        assert told["max_num_batched_tokens"] >= max(shape.block, told["max_num_seqs"])
+
+
+def test_states_are_named_at_the_ends_of_blocks_alone() -> None:
+    class MambaSpec(SimpleNamespace):
+        pass
+
+    class FullAttentionSpec(SimpleNamespace):
+        pass
+
+    groups = [SimpleNamespace(kv_cache_spec=kind(block_size=16)) for kind in (FullAttentionSpec, MambaSpec)]
+    scheduler = SimpleNamespace(
+        requests={"a": SimpleNamespace(num_computed_tokens=16)},
+        kv_cache_config=SimpleNamespace(kv_cache_groups=groups),
+        kv_cache_manager=SimpleNamespace(get_block_ids=lambda request: ([1, 2, 3], [0, 0, 7])),
+    )
+    assert list(grouped._states(scheduler, "a", 32)) == [(1, 7, 48)]
+    assert list(grouped._states(scheduler, "a", 31)) == []
+
+
+def test_models_with_states_have_the_connector_of_several_groups() -> None:
+    places = Places(Path("none"), 1 << 20)
+    for has_states, name in ((False, "FdcacheConnector"), (True, "GroupedConnector")):
+        connector = make("fdcache", places, has_states=has_states).connector
+        assert connector is not None
+        assert connector["kv_connector"] == name
 
 
 def test_a_model_that_is_there_is_left_as_it_is(tmp_path: Path) -> None:

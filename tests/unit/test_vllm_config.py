@@ -27,6 +27,7 @@ from tests.vllm_configs import (
     SlidingWindowSpec,
     kv_config,
     placed,
+    sharing,
     vllm_config,
 )
 
@@ -273,6 +274,25 @@ def test_layers_that_lie_over_each_other_are_one_plane_of_the_largest() -> None:
         config.layout_from_config(vllm_config(), given)
 
 
+def test_layers_that_share_a_tensor_are_one_plane() -> None:
+    """A group with one layer fewer leaves the last tensor to the others; a plane is a page all the same."""
+    given = kv_config(FullAttentionSpec, MambaSpec)
+    for group, count in zip(given.kv_cache_groups, (2, 3), strict=True):
+        group.kv_cache_spec.mamba_cache_mode = "align"
+        group.layer_names = [f"{group.layer_names[0][0]}.{number}" for number in range(count)]
+    layout = config.layout_from_config(vllm_config(), sharing(given))
+    assert layout.groups == (CacheGroup(16), CacheGroup(16, Reach.STATE))
+    assert [plane.nbytes for plane in layout.planes] == [65536] * 3
+
+
+def test_groups_whose_pages_differ_cannot_share_tensors() -> None:
+    given = sharing(kv_config(FullAttentionSpec, SlidingWindowSpec))
+    given.kv_cache_groups[1].kv_cache_spec.page_size_bytes = 32768
+    named = r"pages of \[32768, 65536\] bytes; set --disable-hybrid-kv-cache-manager"
+    with pytest.raises(ConfigurationError, match=named):
+        config.layout_from_config(vllm_config(), given)
+
+
 def test_pipeline_stages_of_several_groups_are_refused_by_name() -> None:
     made = vllm_config(parallel_config__pipeline_parallel_size=2)
     assert config.layout_from_config(made, kv_config()).groups == ()
@@ -499,5 +519,6 @@ def test_ranks_of_peers_that_cannot_be_served_are_refused_by_name() -> None:
     beside = KVLayout.build([mixed], groups=(CacheGroup(16), state), **common)
     with pytest.raises(ConfigurationError, match=r"latents \(MLA\) beside them.*give all engines 2 ranks$"):
         config.require_peer_ranks(beside, kv_config(MLAAttentionSpec), 1, (8,))  # no layout of pages helps
+    config.require_peer_ranks(beside, kv_config(MLAAttentionSpec), 2, (8,))  # the remedy
     for groups in ((), (CacheGroup(16), window)):
         config.require_peer_ranks(KVLayout.build([apart], groups=groups, **common), given, 1)

@@ -35,6 +35,7 @@ from fdcache.integrations.vllm.stats import FdcacheMetrics, FdcacheStats, StatsD
 from fdcache.integrations.vllm.worker import _Arrivals
 from fdcache.metadata import TransferReport
 from fdcache.tiers import storage_reads
+from tests.handover_engine import Engine as Handing
 from tests.service_help import until
 from tests.vllm_sides import (
     BLOCK,
@@ -117,7 +118,9 @@ def test_blocks_that_may_have_left_their_window_are_not_offered(monkeypatch: pyt
     engine.close()
 
 
-def test_the_blocks_of_the_windows_alone_are_loaded_and_a_failure_is_told_by_request() -> None:
+def test_the_blocks_of_the_windows_alone_are_loaded_and_a_failure_is_told_by_request(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     engine = Engine(WINDOWS)
     tokens = list(range(17))
     first = request("a", tokens)
@@ -154,6 +157,9 @@ def test_the_blocks_of_the_windows_alone_are_loaded_and_a_failure_is_told_by_req
             ]
             memory = host_memory(engine)
             memory[memory == 8] = 9
+    engine.settle()
+    (said,) = [line for line in caplog.messages if "failed load" in line]
+    assert said.startswith("failed load 1: request c is computed from token") and "None" not in said
     engine.close()
 
 
@@ -184,6 +190,37 @@ def test_planes_are_the_bytes_of_a_block_of_all_layers_that_lie_there() -> None:
         assert not bool((plane[[0, 1, 2, 4, 5]] == value + 1).any())
     with pytest.raises(ConfigurationError, match=r"is not 6 pages of 32 bytes.*VLLM_KV_CACHE_LAYOUT"):
         planes_of(given, {"0": torch.zeros(blocks, 4, 16), "1": attention[1], "2": state})
+
+
+def test_planes_are_the_tensors_that_layers_of_several_groups_share() -> None:
+    """A layer that attends in two kernel's blocks for each of vLLM's, and over it one with a state in two tensors."""
+    blocks, page = 6, 96
+    spec = SimpleNamespace(page_size_bytes=page)
+    given = SimpleNamespace(
+        num_blocks=blocks,
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=[name]) for name in "01"],
+    )
+    raw = torch.zeros(blocks * page, dtype=torch.uint8)
+    attention = raw.view(torch.bfloat16).view(2 * blocks, 2, 12)
+    state = [
+        torch.as_strided(raw, (blocks, 3, 8), (page, 8, 1), 0),
+        torch.as_strided(raw.view(torch.float32), (blocks, 16), (page // 4, 1), 6),
+    ]
+    layers = {"0": attention, "1": state}
+    for names in (["0", "1"], ["1", "0"]):
+        given.kv_cache_tensors = [SimpleNamespace(size=blocks * page, shared_by=names)]
+        (plane,) = planes_of(given, layers)
+        assert (plane.shape, plane.stride(), plane.data_ptr()) == ((blocks, page), (page, 1), raw.data_ptr())
+        raw.zero_()
+        attention[6:8] = 1
+        assert plane.any(dim=1).tolist() == [False, False, False, True, False, False]
+        raw.zero_()
+        for value, part in enumerate(state):
+            part[2] = value + 1
+        assert plane[2].tolist() == [1] * 24 + torch.full((16,), 2.0).view(torch.uint8).tolist() + [0] * 8
+    with pytest.raises(ConfigurationError, match=r"is not 6 pages of 96 bytes.*another attention backend"):
+        given.kv_cache_tensors[0].shared_by.reverse()
+        planes_of(given, layers | {"0": torch.zeros(2, 2 * blocks, 24)})
 
 
 def test_an_image_changes_its_own_block_and_those_after_it(engine: Engine) -> None:
@@ -386,6 +423,7 @@ def test_a_request_has_no_part_in_the_former_load_of_its_name(
 def test_statistics_are_differences_that_add_up(engine: Engine) -> None:
     seconds = iter(range(0, 100, 2))
     delta = StatsDelta(engine.manager, lambda: float(next(seconds)))
+    assert delta.take(0) is not None
     assert delta.take(0) is None
     engine.compute(request("a"), [3, 4, 5], fill=7)
     first = delta.take(0)
@@ -406,13 +444,28 @@ def test_statistics_are_differences_that_add_up(engine: Engine) -> None:
 
 def test_statistics_of_the_last_steps_before_an_engine_is_idle_are_told_at_once(engine: Engine) -> None:
     delta = StatsDelta(engine.manager, lambda: 5.0)
-    assert delta.take(0) is None
+    assert delta.take(0) is not None
     engine.compute(request("a"), [3, 4, 5], fill=7)
     assert not engine.side.has_requests
     assert delta.take(0) is None
     told = delta.take(0, is_idle=True)
     assert told is not None and told.data["blocks_backed_up"] == 2
     assert delta.take(0, is_idle=True) is None
+
+
+def test_plans_that_end_without_anything_to_count_are_told(tmp_path: Path) -> None:
+    """So does the hand-over of a request whose client has gone."""
+    with Handing("prefill", tmp_path, "p") as prefill, Handing("decode", tmp_path, "d") as decode:
+        delta = StatsDelta(decode.manager)
+        decode.handovers.decline([prefill.source("unwanted")])
+        (plan,) = decode.manager.take_plans()
+        told = delta.take(0, is_idle=True)
+        assert told is not None and told.data["plans_in_flight"] > 0
+        decode.controller.submit_swap_tasks(plan)
+        decode.until(lambda: decode.is_clean)
+        told = delta.take(0, is_idle=True)
+        assert told is not None and told.data["plans_in_flight"] == 0
+        assert not told.is_empty()
 
 
 def test_the_metrics_of_the_guide_exist() -> None:

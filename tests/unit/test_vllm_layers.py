@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fdcache.integrations.vllm.layers import StepLayers, layers_of_planes
-from tests.vllm_configs import kv_config, placed, vllm_config
+from tests.vllm_configs import FullAttentionSpec, MambaSpec, kv_config, placed, sharing, vllm_config
 
 _NAMES = [f"layer.{number}" for number in range(6)]
 _PLANES = {name: number for number, name in enumerate(_NAMES)}
@@ -48,6 +48,12 @@ def test_each_layer_has_the_plane_that_it_writes() -> None:
     config = vllm_config(parallel_config__use_ubatching=False)
     for given in (kv_config(), placed(kv_config())):
         assert layers_of_planes(config, given) == {f"0.{at}": at for at in range(4)}
+
+
+def test_layers_that_share_a_tensor_have_one_plane() -> None:
+    config = vllm_config(parallel_config__use_ubatching=False)
+    given = sharing(kv_config(FullAttentionSpec, MambaSpec))
+    assert layers_of_planes(config, given) == {"0.0": 0, "1.0": 0, "0.1": 1, "1.1": 1}
 
 
 @pytest.mark.parametrize(

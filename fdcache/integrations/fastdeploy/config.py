@@ -152,8 +152,7 @@ def load_settings(
     """Load the settings. The given groups take precedence, then the environment, then FastDeploy's cache configuration.
 
     The log names each variable that overrides an attribute of the configuration. Draft layers depend on the next
-    token, so a match then looks one token ahead. By default a match does not wait for another request's copy
-    (``FDCACHE_DEFER_TIMEOUT``).
+    token, so a match then looks one token ahead. A match does not wait for another request's copy.
 
     Raises ``SettingsError`` for an invalid value, ``ConfigurationError`` naming a missing attribute, and for an option
     of FastDeploy's for which fdcache has none.
@@ -164,7 +163,6 @@ def load_settings(
     own = {
         "FDCACHE_BLOCK_SIZE": layout.block_size,
         "FDCACHE_LOOKAHEAD_TOKENS": lookahead,
-        "FDCACHE_DEFER_TIMEOUT": 0.0,
         "FDCACHE_TRANSFER_ROLE": role_of(config),
     }
     settings = Settings.load(defaults={**own, **theirs})
@@ -183,7 +181,9 @@ def load_settings(
                 value, place = settings.render(ours), settings.place(ours)
                 logger.info("%s=%s (%s) is in force instead of %s", ours, value, place, attribute.place)
     groups: dict[str, Any] = {"cache": cache, "storage_tier": storage, "transfer": transfer}
-    if cache is not None:
+    if cache is None:
+        groups["cache"] = settings.cache.model_copy(update={"defer_timeout": 0.0})
+    else:
         groups["deployment"] = settings.deployment.model_copy(update={"device_memory": None})
         settings = settings.without_sources("cache")
     return settings.model_copy(update={name: group for name, group in groups.items() if group is not None})

@@ -189,6 +189,8 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if not self._weights.are_loaded:
             return []
         names = next(each.keys for each in transfers if each.name == _KV)
+        if not names:
+            return []
         now = time.monotonic()
         asked = self._asked.get(rid)
         if asked is None or not self._is_same(asked, names):
@@ -398,7 +400,8 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return True
 
     def num_completed_offloads(self) -> int:
-        """Have copies go on, and return how many offloads have ended."""
+        """Have copies go on, and return how many offloads have ended. An idle scheduler makes no other call."""
+        self._expire(time.monotonic())
         if self._offloads.are_open or any(tier.is_due for tier in self._tiers.values()):
             self._turns.ask()
         return self._offloads.num_completed
@@ -456,9 +459,11 @@ class FdcacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def close(self) -> None:
         """End what is in flight, free the host memory and leave the service. Idempotent."""
-        if self._tiers:
-            self.reset()
-        self._close_tiers()
+        try:
+            if self._tiers:
+                self.reset()
+        finally:
+            self._close_tiers()
 
     def _close_tiers(self) -> None:
         if self._events is not None:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fdcache.controller.layers import LayerDoneCounter
-from fdcache.errors import FdcacheError
+from fdcache.errors import DeviceLostError, FdcacheError
 from fdcache.integrations.opening import open_tiers
 from fdcache.integrations.sglang.device_pools import DevicePages
 from fdcache.integrations.torch_devices import device_of
@@ -30,6 +30,12 @@ _LOOK_AGAIN = 0.005
 """Seconds between two looks at what others do, such as the service or the storage."""
 
 _POLL = 0.05
+
+_LONG_WAIT = 1.0
+"""Seconds of waiting for copies after which the log says so, once."""
+
+COPIES_END_WITHIN = 60.0
+"""Seconds within which copies under way end, unless the device is lost: far longer than those of a whole pool take."""
 
 
 class PoolTier:
@@ -158,7 +164,10 @@ class PoolTier:
             return None
 
     def outcome(self, request: KeyedRequest, deadline: float) -> bool:
-        """Wait for the end of a load; True if all of it has landed by then. No copy writes its slots afterwards."""
+        """Wait for the end of a load; True if all of it has landed by then. No copy writes its slots afterwards.
+
+        Raises ``DeviceLostError`` for copies that do not end: the engine cannot go on with right bytes then.
+        """
         name = request.request_id
         while name not in self._outcomes and name in self._awaited:
             left = deadline - time.monotonic()
@@ -168,11 +177,7 @@ class PoolTier:
         outcome = self._outcomes.get(name)
         if outcome is not None and outcome.status is LoadStatus.CONFIRMED:
             return True
-        if self._copying:
-            logger.error(
-                "a load of the pool %s is late: waiting, as it would write others' pages", self.pages.name
-            )
-            self._end_copies()
+        self._end_copies()
         return False
 
     # --- offers ---------------------------------------------------------------------------------------------
@@ -221,17 +226,33 @@ class PoolTier:
                 del self._outcomes[outcome.request_id]
 
     def drain(self, timeout: float) -> bool:
-        """Wait until no copy is in flight, and so long for storage; return False if that has not ended."""
+        """Wait until no copy is in flight, and so long for storage; return False if that has not ended.
+
+        Raises ``DeviceLostError`` as ``outcome`` does.
+        """
         deadline = time.monotonic() + timeout
+        self._end_copies()
         while self._in_flight and time.monotonic() < deadline:
             self._take(self.controller.wait_reports(_POLL))
-        self._end_copies()
         return not self._in_flight
 
     def _end_copies(self) -> None:
-        """Wait, however long, until no copy reads or writes device pages: the engine gives them to others then."""
+        """Wait until no copy reads or writes device pages: the engine gives them to others then."""
+        began, is_told = time.monotonic(), False
         while self._copying:
             self._take(self.controller.wait_reports(_POLL))
+            waited = time.monotonic() - began
+            if self._copying and waited >= COPIES_END_WITHIN:
+                raise DeviceLostError(
+                    f"copies of the pool {self.pages.name} have not ended within {COPIES_END_WITHIN:g} s: the device "
+                    "does not answer, and its pages cannot be given to others; restart the engine"
+                )
+            if self._copying and waited >= _LONG_WAIT and not is_told:
+                is_told = True
+                logger.warning(
+                    "waiting for copies of the pool %s, %g s at most: they use pages that the engine gives to others",
+                    *(self.pages.name, COPIES_END_WITHIN),
+                )
 
     def close(self) -> None:
         """End the copies in flight, free the host memory and leave the service."""

@@ -31,10 +31,9 @@ _WITHOUT_EFFECT = {
     "FDCACHE_DEVICE_BLOCKS",
     "FDCACHE_DEVICE_MEMORY",
     "FDCACHE_EVENT_BUFFER",
-    "FDCACHE_LAYER_TIMEOUT",
     "FDCACHE_TRANSFER_DIR",
 }
-"""Settings of an engine that has its device cache from fdcache, or waits for single layers."""
+"""Settings of an engine that has its device cache from fdcache, or planes on the CPU."""
 
 _OF_PEERS = {variable.name for variable in GROUPS["peers"]}
 _TRANSFER, _ROLE, _ADDRESS = "FDCACHE_TRANSFER", "FDCACHE_TRANSFER_ROLE", "FDCACHE_TRANSFER_ADDRESS"

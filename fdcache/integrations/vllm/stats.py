@@ -34,7 +34,7 @@ class FdcacheStats(KVConnectorStats):  # type: ignore[misc]
 
     def is_empty(self) -> bool:
         """Return True if nothing has changed."""
-        return not any(value for name, value in self.data.items() if name not in GAUGES)
+        return not self.data
 
 
 class StatsDelta:
@@ -45,6 +45,7 @@ class StatsDelta:
         self._clock = clock
         self._next = 0.0
         self._before: dict[str, int] = {}
+        self._gauges: dict[str, int] = {}
 
     def take(self, inconsistencies: int, *, is_idle: bool = False) -> FdcacheStats | None:
         """Return what has changed since the last answer; None for nothing, and within a second of it.
@@ -60,7 +61,8 @@ class StatsDelta:
         changed = {name: value - self._before.get(name, 0) for name, value in now.items()}
         self._before = now
         found = {name: value for name, value in changed.items() if value > 0}
-        return FdcacheStats(data=found | gauges(stats)) if found else None
+        told, self._gauges = self._gauges, gauges(stats)
+        return FdcacheStats(data=found | self._gauges) if found or self._gauges != told else None
 
 
 class FdcacheMetrics(KVConnectorPromMetrics):  # type: ignore[misc]

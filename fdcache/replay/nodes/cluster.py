@@ -19,6 +19,7 @@ from fdcache.errors import ReplayOptionError
 from fdcache.replay.config import ReplayConfig
 from fdcache.replay.nodes.engine_process import EngineProcess
 from fdcache.replay.nodes.network import Network, Relay
+from fdcache.replay.nodes.routing import Route
 from fdcache.replay.nodes.service_process import NodeService
 from fdcache.storage.objects.variables import ObjectSettings
 
@@ -60,6 +61,7 @@ class NodesConfig:
     bucket: ObjectSettings | None = None
     arena_folder: Path = Path("/dev/shm")
     faults: Mapping[NodeFault, int] = field(default_factory=dict)
+    route: Route = Route.RANDOM
 
     def __post_init__(self) -> None:
         if not 1 <= self.nodes <= MOST_NODES:
@@ -128,6 +130,8 @@ class Cluster:
         self.network = Network(config.nodes)
         self._stack.callback(self.network.close)
         self.nodes: list[ReplayNode] = []
+        self.event_addresses = [f"ipc://{self._folder}/{number}.events" for number in range(config.nodes)]
+        """At which the services publish their blocks for routers, if these are to be asked."""
 
     def __enter__(self) -> Self:
         try:
@@ -150,6 +154,8 @@ class Cluster:
             memory = self._memory / str(number)
             memory.mkdir(mode=0o700)
             variables = {"FDCACHE_ARENA_DIR": str(memory), **self._config.variables, **way}
+            if self._config.route is Route.PREFIX:
+                variables["FDCACHE_KV_EVENTS"] = self.event_addresses[number]
             path = self.network.path_of(number)
             service = NodeService(self._folder / str(number), variables, path)
             self._stack.callback(service.kill)

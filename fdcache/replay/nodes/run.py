@@ -15,6 +15,7 @@ from fdcache.errors import ReplayError, ServiceError
 from fdcache.replay.faults import spread
 from fdcache.replay.nodes.cluster import Cluster, NodeFault, NodesConfig, ReplayNode
 from fdcache.replay.nodes.engine_process import EngineLeft, Totals
+from fdcache.replay.nodes.routing import NodeRouter, PrefixRouter, RandomRouter, Route
 from fdcache.replay.workloads import WorkItem
 from fdcache.settings.cache import PrefetchPolicy
 
@@ -50,6 +51,7 @@ class NodesReport:
     errors: list[str] = field(default_factory=list)
     wall_seconds: float = 0.0
     interrupted: bool = False
+    route: str = Route.RANDOM
 
     @property
     def hit_rate(self) -> float:
@@ -72,12 +74,16 @@ class NodesReport:
 def replay_nodes(
     items: Iterator[WorkItem], config: NodesConfig, *, should_stop: Callable[[], bool] = lambda: False
 ) -> NodesReport:
-    """Run a workload on several nodes to its end, each request on one of them at random, and report on it.
+    """Run a workload on several nodes to its end, each request on the one of ``config.route``, and report on it.
 
     Raises ``ReplayError`` if a part ends by itself or no request makes progress.
     """
     with Cluster(config) as cluster:
-        return _Driver(list(items), config, cluster).run(should_stop)
+        driver = _Driver(list(items), config, cluster)
+        try:
+            return driver.run(should_stop)
+        finally:
+            driver.router.close()
 
 
 class _Driver:
@@ -86,17 +92,30 @@ class _Driver:
     def __init__(self, items: list[WorkItem], config: NodesConfig, cluster: Cluster) -> None:
         self._items, self._config, self._cluster = items, config, cluster
         self._random = np.random.default_rng(config.engine.seed)
-        self._place = self._random.integers(0, config.nodes, len(items))
+        places = self._random.integers(0, config.nodes, len(items))
         self._due = spread(config.faults, len(items), self._random)
-        self._waiting: dict[int, list[tuple[WorkItem, ReplayNode]]] = {}
-        self._thinking: deque[tuple[float, WorkItem, ReplayNode]] = deque()
+        self._waiting: dict[int, list[WorkItem]] = {}
+        self._thinking: deque[tuple[float, WorkItem]] = deque()
+        self._ready: deque[WorkItem] = deque()
         self._unfinished: set[int] = set()
         self._admitted = 0
         engine = config.engine
         limit = None
         if engine.storage.prefetch_policy is not PrefetchPolicy.WAIT_COMPLETE:
             limit = engine.storage.timeout + engine.cache.defer_timeout
-        self._report = NodesReport(config.way, config.nodes, cluster.network.is_isolated, limit)
+        self.router: NodeRouter = (
+            RandomRouter(places)
+            if config.route is Route.RANDOM
+            else PrefixRouter(
+                cluster.event_addresses,
+                engine.layout.block_size,
+                engine.seed,
+                most_in_flight=2 * engine.concurrency * config.nodes,
+            )
+        )
+        self._report = NodesReport(
+            config.way, config.nodes, cluster.network.is_isolated, limit, route=config.route
+        )
         self._report.planned = len(self._due)
 
     def run(self, should_stop: Callable[[], bool]) -> NodesReport:
@@ -107,6 +126,7 @@ class _Driver:
                 self._report.interrupted = True
                 break
             self._admit()
+            self._give()
             self._inject()
             self._heal(time.monotonic())
             if self._receive():
@@ -123,20 +143,28 @@ class _Driver:
     def _admit(self) -> None:
         """Give out requests up to the next fault; one that follows another waits for its end."""
         while self._thinking and self._thinking[0][0] <= time.monotonic():
-            _, item, node = self._thinking.popleft()
-            node.engine.give(item)
+            self._ready.append(self._thinking.popleft()[1])
         most = 64 + self._config.engine.concurrency * self._config.nodes
         while self._admitted < len(self._items) and len(self._unfinished) < most:
             if self._due and self._due[0][0] <= self._admitted:
                 return
-            item, node = self._items[self._admitted], self._cluster.nodes[self._place[self._admitted]]
+            item = self._items[self._admitted]
             self._admitted += 1
             self._report.requests += 1
             self._unfinished.add(item.index)
             if item.after is not None and item.after in self._unfinished:
-                self._waiting.setdefault(item.after, []).append((item, node))
+                self._waiting.setdefault(item.after, []).append(item)
             else:
-                node.engine.give(item)
+                self._ready.append(item)
+
+    def _give(self) -> None:
+        """Give requests that are ready to engines, as many as the router lets wait there."""
+        nodes = self._cluster.nodes
+        while self._ready:
+            if sum(len(node.engine.has) for node in nodes) >= self.router.most_in_flight:
+                return
+            item = self._ready.popleft()
+            nodes[self.router.choose(item)].engine.give(item)
 
     def _receive(self) -> bool:
         """Take what the engines have answered; return True if a request has ended."""
@@ -149,8 +177,8 @@ class _Driver:
             for index in ended:
                 progress = True
                 self._unfinished.discard(index)
-                for item, node in self._waiting.pop(index, ()):
-                    self._thinking.append((time.monotonic() + _THINK_SECONDS, item, node))
+                for item in self._waiting.pop(index, ()):
+                    self._thinking.append((time.monotonic() + _THINK_SECONDS, item))
         return progress
 
     # --- faults -----------------------------------------------------------------------------------------------
