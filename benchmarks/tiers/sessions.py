@@ -1,4 +1,4 @@
-"""Traces of agents from recorded sessions: files of so many sessions, none of them in another trace.
+"""Traces of agents from recorded sessions: files of a dozen sessions each, none of them in another trace.
 
     python -m benchmarks.tiers.sessions FOLDER OUT [--without agents-12.jsonl]
 

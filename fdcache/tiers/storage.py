@@ -178,7 +178,7 @@ class StorageWrites:
         return Blocks.of(self._host.find(awaited[self._index.is_absent(awaited)])).select(slice(room))
 
     def _next_queued(self, room: int) -> Blocks:
-        """Return the next queued blocks that the host still has, so many at most, and drop those before them."""
+        """Return the next queued blocks that the host still has, at most ``room``, and drop those before them."""
         found = NO_BLOCKS
         while not len(found) and len(wanted := self._take_queued(room)):
             wanted = wanted[self._index.is_absent(wanted)]
