@@ -66,7 +66,7 @@ def freezable(folder: Path, megabytes: int) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def frozen(folder: Path, most_seconds: int) -> Iterator[None]:
-    """Freeze a file system for ``most_seconds``, after which whoever writes to it goes on; fail if the work takes them."""
+    """Freeze a file system for ``most_seconds`` at most, until which its writers hang; fail if the work takes them."""
     thaw: list[str] = ["sh", "-c", 'sleep "$1"; fsfreeze -u "$2"', "sh", str(most_seconds), str(folder)]
     watch = subprocess.Popen(thaw, start_new_session=True)
     try:
