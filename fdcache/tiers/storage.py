@@ -178,16 +178,22 @@ class StorageWrites:
         return Blocks.of(self._host.find(awaited[self._index.is_absent(awaited)])).select(slice(room))
 
     def _next_queued(self, room: int) -> Blocks:
+        """Return the next queued blocks that the host still has, at most ``room``, and drop those before them."""
+        found = NO_BLOCKS
+        while not len(found) and len(wanted := self._take_queued(room)):
+            wanted = wanted[self._index.is_absent(wanted)]
+            found = Blocks.of(self._host.find(wanted))
+            if not self._writes_back:  # else they were counted when they left
+                self._counters.stores_dropped += len(wanted) - len(found)
+        return found
+
+    def _take_queued(self, room: int) -> HashArray:
         wanted = self._queue.take(room)
         room -= len(wanted)
         if room > 0 and len(self._backlog):
             wanted = np.concatenate((wanted, self._backlog[-room:][::-1]))
             self._backlog = self._backlog[:-room]
-        wanted = wanted[self._index.is_absent(wanted)]
-        found = Blocks.of(self._host.find(wanted))
-        if not self._writes_back:  # else they were counted when they left
-            self._counters.stores_dropped += len(wanted) - len(found)
-        return found
+        return wanted
 
     def _coldest(self, room: int) -> Blocks:
         cold = Blocks.of(self._host.coldest(min(room, self._clean_reserve)))

@@ -161,6 +161,21 @@ def test_queued_blocks_that_left_the_host_are_dropped_and_counted() -> None:
     assert stage.writes.queued == 0
 
 
+def test_a_storage_that_refused_is_retried_with_a_block_that_the_host_still_has() -> None:
+    stage = Stage(WritePolicy.WRITE_THROUGH, retry_after=5)
+    store(stage.host, PATH)
+    stage.writes.on_arrival(hashes(PATH))
+    assert stage.write(failed=[0, 1]) == 2, "a quarter of the host tier"
+    assert stage.writes.is_refused
+    stage.writes.forget()
+    stage.writes.on_arrival(hashes(chain(50, 51, 52)))  # they have left the host
+    stage.writes.on_arrival(hashes(PATH))
+    stage.now = 5.0
+    assert stage.write() == 1
+    assert not stage.writes.is_refused
+    assert stage.counters.stores_dropped == 3
+
+
 @pytest.mark.parametrize(("stored", "lost"), [(0, 2), (3, 1), (4, 0)])
 def test_write_back_counts_blocks_that_leave_the_host_unstored(stored: int, lost: int) -> None:
     stage = Stage(WritePolicy.WRITE_BACK)

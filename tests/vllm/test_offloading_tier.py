@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from fdcache.errors import ConfigurationError, StorageBusyError
 from tests import preload
-from tests.mounts import file_system, fill_up
+from tests.mounts import file_system, fill_up, freezable, frozen
 from tests.service_help import until
 from tests.vllm.offloading import CHUNK_BYTES, Offloading, content, counted, fill, keys_of
 
@@ -172,6 +172,30 @@ print("right")
 def test_a_disk_that_hangs_costs_the_deadline(tmp_path: Path) -> None:
     done = preload.run("slow_disk", SLOW, tmp_path, SLOW_DISK_MS="0")
     assert done.stdout.endswith("right\n"), done.stderr
+
+
+@pytest.mark.parametrize("fsync", ["always", "never"])
+def test_a_frozen_mount_costs_the_deadline(tmp_path: Path, fsync: str) -> None:
+    with freezable(tmp_path / "disk", 32) as disk:
+        settings = {"FDCACHE_STORAGE_TIMEOUT": "1", "FDCACHE_STORAGE_FSYNC": fsync}
+        offloading = Offloading(disk, **settings)
+        fill(offloading, range(8))
+        with frozen(disk, 60):
+            assert len(offloading.store(keys_of(20, 8))) == 8
+            assert offloading.load(keys_of(20, 8)) == 8, "the host has it"
+            fill(offloading, range(21, 26))
+            until(lambda: counted(offloading, "timeouts") > 0, "what was not written in time is counted")
+            assert offloading.load(keys_of(25, 8)) == 8, "vLLM's memory is used as before"
+        prompts = itertools.count(100, 8)
+
+        def stores_again() -> bool:
+            first = next(prompts)
+            fill(offloading, range(first, first + 8))
+            return offloading.load(keys_of(first, 8)) == 8
+
+        until(stores_again, "the disk is used again")
+        assert offloading.load(keys_of(3, 8)) in (0, 8), "what was stored before is whole, or made room"
+        offloading.close()
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from fdcache.errors import ConfigurationError, FdcacheError, TransferTimeoutError
@@ -114,6 +115,7 @@ class KeyedTiers:
         self._storing: dict[int, _Block] = {}
         self._writing: list[_Block] = []
         self._in_flight: dict[int, set[int]] = {}
+        self._num_overdue = 0
         self._most_stored = max(len(rows) // 2, 1)
         self._manager, self._controller = open_tiers(layout, settings, [rows])
         self._most_begun = max(self._manager.num_host_blocks // 2, 1) if self._has_file else len(rows)
@@ -132,9 +134,12 @@ class KeyedTiers:
 
     @property
     def stats(self) -> StorageStats:
-        """Counts and state of the file, or this engine's at the service: OFF without a session."""
+        """Counts and state of the file, or this engine's at the service: OFF without a session.
+
+        ``timeouts`` are the blocks that their jobs have ended without, also while the disk does not answer.
+        """
         if (of_file := self._controller.storage_stats()) is not None:
-            return of_file
+            return replace(of_file, timeouts=self._num_overdue)
         counters = self._manager.get_stats().counters
         return StorageStats(
             name="service",
@@ -143,7 +148,7 @@ class KeyedTiers:
             stored=counters.blocks_backed_up,
             corrupt=counters.blocks_corrupt_in_host,
             errors=counters.copies_failed,
-            timeouts=counters.loads_overdue,
+            timeouts=self._num_overdue,
             no_room=counters.backups_dropped,
         )
 
@@ -338,6 +343,7 @@ class KeyedTiers:
         logger.warning(
             "%d of %d blocks have not ended after %g s", len(job.open), len(job.moved), self._timeout
         )
+        self._num_overdue += len(job.open)
         job.open.clear()
         job.begun.clear()
         self._finds_after = self._clock() + self._retry_after
