@@ -123,7 +123,25 @@ def copy_with_checksum(
 class HostRun:
     """Blocks of a path on the host, in path order."""
 
+    @overload
+    def __init__(self) -> None: ...
+    @overload
+    def __init__(
+        self,
+        lease: int,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        generations: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        unverified: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ]
+        | None = None,
+    ) -> None: ...
     def __len__(self) -> int: ...
+    def part(self, first: int, stop: int) -> HostRun:
+        """Return the blocks ``first`` to ``stop``, pinned by the same lease."""
+
     @property
     def lease(self) -> int:
         """Pins the blocks until it is released; 0 if there are none."""
@@ -170,6 +188,9 @@ class HostIndex:
         """
         Keep slots of a run until the load of them ends, whatever becomes of its lease.
         """
+
+    def begin_load_of(self, run: HostRun) -> None:
+        """Do so with all slots of a run."""
 
     def end_load(
         self,
@@ -1302,6 +1323,18 @@ class BlockCopies:
         Add copies; return the number of copies before them. ``target_generations``: None for zeros.
         """
 
+    def append_run(
+        self,
+        run: HostRun,
+        path: numpy.typing.NDArray[numpy.uint8],
+        start: int,
+        targets: numpy.typing.NDArray[numpy.int32],
+        target_generations: numpy.typing.NDArray[numpy.uint32] | None,
+    ) -> int:
+        """
+        Do so with the blocks of a run, which are those of a path from block ``start`` on.
+        """
+
     def remove(self, first: int, count: int) -> numpy.typing.NDArray[numpy.int32]:
         """Remove copies; return their source slots."""
 
@@ -2108,15 +2141,7 @@ class BlockManager:
         live: dict[str, Any],
         forms: MatchForms,
         clock: object,
-        lease: int,
-        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        generations: Annotated[
-            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
-        ],
-        unverified: Annotated[
-            NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)
-        ]
-        | None,
+        run: HostRun,
         from_storage: tuple[int, int],
         worth_loading: object | None = None,
     ) -> object:

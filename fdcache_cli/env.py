@@ -34,7 +34,12 @@ COMMANDS = (
         ServerCommand,
     ),
     Command("template", __name__, "template", "Write a file with every setting and its meaning."),
-    Command("migrate", __name__, "migrate", "Rewrite deprecated names in a dotenv file."),
+    Command(
+        "migrate",
+        __name__,
+        "migrate",
+        "Rewrite deprecated names in a dotenv file, and drop settings that are gone.",
+    ),
 )
 
 app = new_group(COMMANDS, help="Show, check and convert the settings.")
@@ -246,18 +251,24 @@ def migrate(
     file: Annotated[Path, typer.Argument(help="A dotenv file.", exists=True, dir_okay=False)],
     write: Annotated[bool, typer.Option("--write", help="Change the file.")] = False,
 ) -> None:
-    """Show how deprecated names in a dotenv file are replaced; with --write, replace them."""
+    """Show how deprecated names in a dotenv file are replaced, and which settings are gone; with --write, change it."""
     from fdcache.settings import VARIABLES
-    from fdcache.settings.sources import rename
+    from fdcache.settings.checks import REMOVED
+    from fdcache.settings.sources import FILE_SUFFIX, rename
 
     old_names = {alias: name for name, variable in VARIABLES.items() for alias in variable.aliases}
-    old_names |= {f"{alias}_FILE": f"{name}_FILE" for alias, name in old_names.items()}
-    text, changes = rename(_read(file), old_names)
+    old_names |= {f"{alias}{FILE_SUFFIX}": f"{name}{FILE_SUFFIX}" for alias, name in old_names.items()}
+    gone = {name: remedy.removeprefix("unset it; ") for name, remedy in REMOVED.items()}
+    gone |= {f"{name}{FILE_SUFFIX}": remedy for name, remedy in gone.items()}
+    text, changes = rename(_read(file), old_names | dict.fromkeys(gone))
     if not changes:
-        output.print_line(f"{file} has no deprecated names")
+        output.print_line(f"{file} has no deprecated names, and no settings that are gone")
         return
     for change in changes:
-        then = f"dropped, {change.new} is set too" if change.dropped else f"becomes {change.new}"
+        if change.new is None:
+            then = f"dropped, the setting is gone; {gone[change.old]}"
+        else:
+            then = f"dropped, {change.new} is set too" if change.dropped else f"becomes {change.new}"
         output.print_line(f"{file}:{change.line}: {change.old} {then}")
     if write:
         _write(file, text)

@@ -15,118 +15,119 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.fuse_protocol import FuseServer
+
 ROOT = Path(__file__).parent.parent
 
 
-def serve(source: str, mountpoint: str, faults: Path) -> None:
-    import mfusepy
+class Disturbances:
+    """What is to go wrong, as the file says."""
 
-    counts: dict[str, int] = {}
-    lock = threading.Lock()
+    def __init__(self, faults: Path) -> None:
+        self._faults = faults
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
 
-    def fault(operation: str) -> str | float | None:
-        """Return what is to go wrong with this call."""
-        given: Any = json.loads(faults.read_text() or "{}").get(operation)
+    def meet(self, operation: str) -> str | float | None:
+        """Return what is to go wrong with this call, once it has waited for that. Raises ``OSError``."""
+        given: Any = json.loads(self._faults.read_text() or "{}").get(operation)
         if given is None:
             return None
         what: str | float = given[0]
         times: int = given[1]
-        with lock:
+        with self._lock:
             key = f"{operation} {what} {times}"
-            counts[key] = counts.get(key, 0) + 1
-            if 0 <= times < counts[key]:
+            self._counts[key] += 1
+            if 0 <= times < self._counts[key]:
                 return None
         if isinstance(what, str) and what.startswith("E"):
-            raise mfusepy.FuseOSError(getattr(errno, what))
+            raise OSError(getattr(errno, what), what)
         if isinstance(what, int | float):
             time.sleep(what)
         return what
 
-    def path(name: str) -> Path:
-        return Path(source + name)
 
-    class PassedThrough(mfusepy.Operations):  # type: ignore[misc]
-        use_ns = True
+class PassedThrough:
+    """Operations of another folder; each may be disturbed under its name."""
 
-        def getattr(self, name: str, fh: int | None = None) -> dict[str, int]:
-            fault("getattr")
-            status = os.lstat(path(name))
-            keys = ("st_mode", "st_nlink", "st_size", "st_uid", "st_gid", "st_blocks")
-            times = {key: getattr(status, f"{key}_ns") for key in ("st_atime", "st_mtime", "st_ctime")}
-            return {key: getattr(status, key) for key in keys} | times
+    def __init__(self, source: str, faults: Path) -> None:
+        self._source = source
+        self._fault = Disturbances(faults).meet
 
-        def readdir(self, name: str, fh: int) -> list[str]:
-            fault("readdir")
-            return [".", "..", *(each.name for each in path(name).iterdir())]
+    def _path(self, name: str) -> Path:
+        return Path(self._source + name)
 
-        def open(self, name: str, flags: int) -> int:
-            fault("open")
-            return os.open(path(name), flags)
+    def getattr(self, name: str) -> os.stat_result:
+        self._fault("getattr")
+        return self._path(name).lstat()
 
-        def create(self, name: str, mode: int, fi: Any = None) -> int:
-            fault("create")
-            return os.open(path(name), os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+    def readdir(self, name: str) -> list[str]:
+        self._fault("readdir")
+        return [".", "..", *sorted(each.name for each in self._path(name).iterdir())]
 
-        def read(self, name: str, size: int, offset: int, fh: int) -> bytes:
-            what = fault("read")
-            content = os.pread(fh, size, offset)
-            return content[: len(content) // 2] if what == "short" else content
+    def open(self, name: str, flags: int) -> int:
+        self._fault("open")
+        return os.open(self._path(name), flags & ~os.O_NOFOLLOW)
 
-        def write(self, name: str, data: bytes, offset: int, fh: int) -> int:
-            what = fault("write")
-            return os.pwrite(fh, data[: max(len(data) // 2, 1)] if what == "half" else data, offset)
+    def create(self, name: str, mode: int) -> int:
+        self._fault("create")
+        return os.open(self._path(name), os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
 
-        def link(self, target: str, source_name: str) -> None:
-            fault("link")
-            os.link(path(source_name), path(target))
+    def read(self, handle: int, size: int, offset: int) -> bytes:
+        what = self._fault("read")
+        content = os.pread(handle, size, offset)
+        return content[: len(content) // 2] if what == "short" else content
 
-        def rename(self, old: str, new: str) -> None:
-            fault("rename")
-            path(old).rename(path(new))
+    def write(self, handle: int, data: bytes, offset: int) -> int:
+        what = self._fault("write")
+        return os.pwrite(handle, data[: max(len(data) // 2, 1)] if what == "half" else data, offset)
 
-        def unlink(self, name: str) -> None:
-            fault("unlink")
-            path(name).unlink()
+    def link(self, target: str, source: str) -> None:
+        self._fault("link")
+        os.link(self._path(source), self._path(target))
 
-        def mkdir(self, name: str, mode: int) -> None:
-            fault("mkdir")
-            path(name).mkdir(mode)
+    def rename(self, old: str, new: str) -> None:
+        self._fault("rename")
+        self._path(old).rename(self._path(new))
 
-        def rmdir(self, name: str) -> None:
-            path(name).rmdir()
+    def unlink(self, name: str) -> None:
+        self._fault("unlink")
+        self._path(name).unlink()
 
-        def utimens(self, name: str, times: tuple[int, int] | None = None) -> None:
-            fault("utimens")
-            os.utime(path(name), ns=times or (time.time_ns(), time.time_ns()))
+    def mkdir(self, name: str, mode: int) -> None:
+        self._fault("mkdir")
+        self._path(name).mkdir(mode)
 
-        def fsync(self, name: str, datasync: int, fh: int) -> None:
-            fault("fsync")
-            os.fsync(fh)
+    def rmdir(self, name: str) -> None:
+        self._path(name).rmdir()
 
-        def flush(self, name: str, fh: int) -> None:
-            fault("flush")
+    def utimens(self, name: str, accessed: int | None, modified: int | None) -> None:
+        self._fault("utimens")
+        now = time.time_ns()
+        times = (now if accessed is None else accessed, now if modified is None else modified)
+        os.utime(self._path(name), ns=times)
 
-        def release(self, name: str, fh: int) -> None:
-            os.close(fh)
+    def truncate(self, name: str, length: int) -> None:
+        os.truncate(self._path(name), length)
 
-        def truncate(self, name: str, length: int, fh: int | None = None) -> None:
-            os.truncate(path(name), length)
+    def fsync(self, handle: int) -> None:
+        self._fault("fsync")
+        os.fsync(handle)
 
-        def statfs(self, name: str) -> dict[str, int]:
-            found = os.statvfs(path(name))
-            return {
-                key: getattr(found, key) for key in ("f_bavail", "f_bfree", "f_blocks", "f_bsize", "f_frsize")
-            }
+    def flush(self, handle: int) -> None:
+        self._fault("flush")
 
-    # No caches: every call comes here, as it goes to a server whose files others change.
-    mfusepy.FUSE(
-        PassedThrough(), mountpoint, foreground=True, direct_io=True, attr_timeout=0, entry_timeout=0
-    )
+    def release(self, handle: int) -> None:
+        os.close(handle)
+
+    def statfs(self) -> os.statvfs_result:
+        return os.statvfs(self._source)
 
 
 class FaultyFolder:
@@ -170,4 +171,4 @@ def faulty_folder(
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    FuseServer(sys.argv[2], PassedThrough(sys.argv[1], Path(sys.argv[3]))).serve()

@@ -1,10 +1,10 @@
 """Measure hand-overs from a prefill to a decode process: speed beside plain copies, and what they add to a first token.
 
 All of a run move the same bytes, in turns. ``copy`` is one copy of as many bytes within a process, ``nixl`` one READ of
-NIXL between the processes (with rdma). ``reads`` of a hand-over are from the begin of the first to the end of the last:
-beside the sums of both processes, or ``unverified``, without them. A hand-over of blocks that are computed already is
-as fast as it gets; one of blocks that are computed layer by layer shows what a decode instance adds to the time to
-first token of a mixed one.
+NIXL between the processes (with rdma), ``nixl, pieces`` one of pieces at scattered places, as large as the planes.
+``reads`` of a hand-over are from the begin of the first to the end of the last: beside the sums of both processes, or
+``unverified``, without them. A hand-over of blocks that are computed already is as fast as it gets; one of blocks that
+are computed layer by layer shows what a decode instance adds to the time to first token of a mixed one.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from fdcache.controller.cache_controller import CacheController
 from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager, Request
 from fdcache.manager.requests import PeerSource
+from fdcache.metadata import Int32Array
 from fdcache.settings.cache import CacheSettings, CopySettings
 from fdcache.settings.peers import PeerSettings
 from fdcache.transfer.connector import ReadEnd, ReadOrder
@@ -172,19 +173,29 @@ class _Raw:
         self._rows.clear()
         del self.agent
 
-    def _row(self, name: str, address: int) -> Any:
-        row = np.array([[address, CHUNK, 0, CHUNK, self.chunks]], np.uint64)
+    def _row(self, name: str, address: int, piece: int) -> Any:
+        row = np.array([[address, piece, 0, piece, self.bytes.nbytes // piece]], np.uint64)
         self._rows.append(self.agent.prep_xfer_dlist(name, row, "DRAM"))
         return self._rows[-1]
 
-    def reader(self, metadata: bytes, address: int) -> Callable[[], None]:
-        """Return a function that reads all of a peer's memory."""
-        name = self.agent.add_remote_agent(metadata)
-        mine, theirs = self._row("NIXL_INIT_AGENT", self.bytes.ctypes.data), self._row(name, address)
-        all_of_it = np.arange(self.chunks, dtype=np.int32)
+    def readers(self, metadata: bytes, address: int, piece: int | None) -> dict[str, Callable[[], None]]:
+        """Return what reads a peer's memory: as it lies, and pieces of this size from and to scattered places."""
+        name, random = self.agent.add_remote_agent(metadata), np.random.default_rng(1)
+        as_it_lies = np.arange(self.chunks, dtype=np.int32)
+        readers = {"nixl": self._reader(name, address, CHUNK, as_it_lies, as_it_lies)}
+        if piece is not None:
+            mine, theirs = (random.permutation(self.bytes.nbytes // piece).astype(np.int32) for _ in range(2))
+            readers["nixl, pieces"] = self._reader(name, address, piece, mine, theirs)
+        return readers
+
+    def _reader(
+        self, name: str, address: int, piece: int, mine: Int32Array, theirs: Int32Array
+    ) -> Callable[[], None]:
+        own = self._row("NIXL_INIT_AGENT", self.bytes.ctypes.data, piece)
+        other = self._row(name, address, piece)
 
         def read() -> None:
-            handle = self.agent.make_prepped_xfer("READ", mine, all_of_it, theirs, all_of_it)
+            handle = self.agent.make_prepped_xfer("READ", own, mine, other, theirs)
             state = self.agent.transfer(handle)
             while state == "PROC":
                 state = self.agent.check_xfer_state(handle)
@@ -244,7 +255,12 @@ class Pair:
         self._decode = Instance("decode", case, folder)
         self._address, raw = self._pipe.recv()
         self._raw = _Raw(blocks * layout.payload_bytes) if raw else None
-        self.nixl = self._raw.reader(*raw) if self._raw and raw else None
+        self.nixl: dict[str, Callable[[], None]] = {}
+        """What NIXL does alone, by name."""
+        if self._raw is not None:
+            metadata, start = raw
+            piece = layout.planes[0].nbytes if case.scattered else None
+            self.nixl = self._raw.readers(metadata, start, piece)
         transfer = self._decode.controller._parts.transfer
         assert transfer is not None
         endpoint = transfer.endpoint
@@ -289,7 +305,7 @@ class Pair:
     def close(self) -> None:
         """End both."""
         self._pipe.send(None)
-        self.nixl = None
+        self.nixl.clear()
         if self._raw is not None:
             self._raw.close()
         self._process.join()
@@ -324,8 +340,8 @@ def hand_overs(case: Case, layer_seconds: float, rounds: int) -> tuple[dict[str,
             each.hand_over(0.0)  # connects
         for _ in range(rounds):
             times["copy"].append(timed(lambda: np.copyto(target, source)))
-            if verified.nixl is not None:
-                times["nixl"].append(timed(verified.nixl))
+            for name, read in verified.nixl.items():
+                times[name].append(timed(read))
             for name, each in (("", verified), (", unverified", other)):
                 done = each.hand_over(0.0)
                 times["reads" + name].append(done.first + done.rest)
@@ -342,7 +358,7 @@ def report_case(report: Report, case: Case, layer_seconds: float, rounds: int) -
         f"{case.connector}: {nbytes / MIB:.0f} MiB, {case.blocks} blocks, planes of "
         f"{case.layout.planes[0].nbytes >> 10} KiB, {'scattered' if case.scattered else 'adjoining'}"
     )
-    bases = [base for base in ("copy", "nixl") if base in best]
+    bases = [base for base in ("copy", "nixl", "nixl, pieces") if base in best]
     report.table(
         title,
         (

@@ -1,8 +1,10 @@
 """Measure SGLang's engine with no host cache, with HiCache and with both doors of fdcache, in one run.
 
 Each engine is a process of its own with the same arguments. Some start beside each other; then one at a time is
-measured. Every result is appended to a file as soon as it is there, as far as the engine has come in its time. Exits 1
-if an engine gave wrong tokens or did not answer.
+measured, while the others are stopped: SGLang's schedulers poll, and would take the cores that the measured one needs
+to launch its kernels. Those of a service are not stopped, since it would take them for dead. Every result is appended
+to a file as soon as it is there, as far as the engine has come in its time. Exits 1 if an engine gave wrong tokens or
+did not answer.
 """
 
 from __future__ import annotations
@@ -76,9 +78,15 @@ class Worker:
                 self._arrived.wait(min(left, 0.2))
             return self.lines.popleft()
 
+    def pause(self) -> None:
+        """Stop its processes until it is told to measure, unless a service listens for its heartbeats."""
+        if self.name not in SERVED:
+            os.killpg(self._process.pid, signal.SIGSTOP)
+
     def begin(self) -> None:
         """Tell it to measure."""
         assert self._process.stdin is not None
+        os.killpg(self._process.pid, signal.SIGCONT)
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
 
@@ -104,6 +112,9 @@ def run(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         workers = [Worker(name, options, folder) for name in options.engines[first : first + options.beside]]
         try:
             started = [worker.next(deadline) for worker in workers]
+            for worker, start in zip(workers, started, strict=True):
+                if start is not None:
+                    worker.pause()
             for worker, start in zip(workers, started, strict=True):
                 until = min(deadline, time.monotonic() + options.each)
                 results.append(_measured(worker, start, until, folder))

@@ -120,6 +120,27 @@ std::size_t append_copies(BlockCopies &self, nb::handle slots, nb::handle genera
     return offset;
 }
 
+std::size_t append_run(BlockCopies &self, const HostRun &run, nb::handle path, std::size_t start,
+                       nb::handle targets, nb::handle target_generations) {
+    const ArrayValues<Digest> digests(path);
+    const ArrayValues<std::int32_t> to(targets);
+    std::optional<ArrayValues<std::uint32_t>> generations;
+    if (!target_generations.is_none()) generations.emplace(target_generations);
+    const std::size_t count = run.size(), offset = self.size();
+    if (start > digests.span().size() || count > digests.span().size() - start)
+        throw std::out_of_range("the path has no such blocks");
+    require_equal(count, to.span().size());
+    if (generations) require_equal(count, generations->span().size());
+    const std::span<const Digest> hashes = digests.span().subspan(start, count);
+    const std::span<const Digest> parents = start   ? digests.span().subspan(start - 1, count)
+                                            : count ? digests.span().first(count - 1)
+                                                    : hashes;
+    self.append({run.slots, run.generations, hashes, parents, run.unverified},
+                std::span(reinterpret_cast<const Slot *>(to.span().data()), count),
+                generations ? generations->span() : std::span<const std::uint32_t>{});
+    return offset;
+}
+
 // The hashes of the blocks above the first `stop` of a path: the root's, and all but the last.
 nb::object parents_from_root(nb::handle path, std::size_t stop) {
     const ArrayValues<Digest> hashes(path);
@@ -147,6 +168,12 @@ void bind_copies_of_blocks(nb::module_ &module) {
                      "targets: numpy.typing.NDArray[numpy.int32], "
                      "target_generations: numpy.typing.NDArray[numpy.uint32] | None) -> int"),
              "Add copies; return the number of copies before them. ``target_generations``: None for zeros.")
+        .def("append_run", &append_run, "run"_a, "path"_a, "start"_a, "targets"_a,
+             "target_generations"_a.none(),
+             nb::sig("def append_run(self, run: HostRun, path: numpy.typing.NDArray[numpy.uint8], "
+                     "start: int, targets: numpy.typing.NDArray[numpy.int32], "
+                     "target_generations: numpy.typing.NDArray[numpy.uint32] | None) -> int"),
+             "Do so with the blocks of a run, which are those of a path from block ``start`` on.")
         .def(
             "remove",
             [](BlockCopies &self, std::size_t first, std::size_t count) {

@@ -18,7 +18,8 @@ struct BlockCopies {
     std::vector<Digest> hashes, parents;
     std::vector<std::uint8_t> unverified;  // 1: the source is not verified; empty: all are
 
-    // Source blocks as spans of parallel arrays; `unverified` may be empty.
+    // Source blocks as spans of parallel arrays; `unverified` may be empty. There is one parent fewer if the
+    // first block is below the root.
     struct Source {
         std::span<const Slot> slots;
         std::span<const std::uint32_t> generations;
@@ -63,6 +64,7 @@ struct BlockCopies {
         else
             add(target_generations, generations);
         add(hashes, source.hashes);
+        if (source.parents.size() < source.hashes.size()) parents.emplace_back();
         add(parents, source.parents);
     }
 

@@ -156,19 +156,9 @@ AnyList match(PythonBlockManager &manager, const RequestSequence &requests, cons
 }
 
 nb::object answer(PythonBlockManager &manager, PythonRequest &request, const Live &live,
-                  const MatchForms &forms, nb::handle clock, std::uint64_t lease,
-                  const VectorIn<std::int32_t> &slots, const VectorIn<std::uint32_t> &generations,
-                  const std::optional<VectorIn<std::uint8_t>> &unverified,
+                  const MatchForms &forms, nb::handle clock, const HostRun &run,
                   std::pair<std::size_t, std::size_t> from_storage, nb::handle worth_loading) {
-    require_equal(slots.shape(0), generations.shape(0));
-    const auto copy = [](const auto &values) { return std::vector(values.begin(), values.end()); };
-    HostRun run{lease, copy(slots_of(slots)), copy(span_of(generations)), {}, 0};
-    if (unverified) {
-        require_equal(slots.shape(0), unverified->shape(0));
-        run.unverified = copy(span_of(*unverified));
-    }
-    const Matched found =
-        manager.answer(request, terms_of(forms, clock, nb::none(), worth_loading), std::move(run));
+    const Matched found = manager.answer(request, terms_of(forms, clock, nb::none(), worth_loading), run);
     if (found.end == MatchEnd::kDeferred) {
         remove_from(live, request);
     } else {
@@ -378,8 +368,8 @@ void bind_block_manager(nb::module_ &module) {
              "the blocks "
              "on the\n"
              "host to load.")
-        .def("answer", &answer, "request"_a, "live"_a, "forms"_a, "clock"_a, "lease"_a, "slots"_a,
-             "generations"_a, "unverified"_a.none(), "from_storage"_a, "worth_loading"_a.none() = nb::none(),
+        .def("answer", &answer, "request"_a, "live"_a, "forms"_a, "clock"_a, "run"_a, "from_storage"_a,
+             "worth_loading"_a.none() = nb::none(),
              "End a match with the run that the service has pinned for it; ``from_storage`` are the first "
              "block of\n"
              "the run that was read from storage for the request, and the one after the last.")

@@ -17,4 +17,18 @@ void HostRun::drop_first(std::size_t count) {
     if (!unverified.empty()) drop(unverified);
 }
 
+HostRun HostRun::part(std::size_t first, std::size_t stop) const {
+    const auto cut = [first, stop](auto &to, const auto &from) {
+        if (from.empty()) return;
+        const auto begin = from.begin();
+        to.assign(begin + static_cast<std::ptrdiff_t>(first), begin + static_cast<std::ptrdiff_t>(stop));
+    };
+    HostRun some;
+    some.lease = lease;
+    cut(some.slots, slots);
+    cut(some.generations, generations);
+    cut(some.unverified, unverified);
+    return some;
+}
+
 }  // namespace fdcache

@@ -43,6 +43,8 @@ struct HostRun {
     std::size_t size() const { return slots.size(); }
     void keep_first(std::size_t count);
     void drop_first(std::size_t count);
+    // Some of the blocks, pinned by the same lease.
+    HostRun part(std::size_t first, std::size_t stop) const;
 };
 
 // A load that every rank has reported, or of which some copies failed.

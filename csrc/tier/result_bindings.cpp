@@ -115,7 +115,29 @@ bool equal(const BlockList &left, const BlockList &right) {
 
 void bind_host_index(nb::module_ &module) {
     nb::class_<HostRun>(module, "HostRun", "Blocks of a path on the host, in path order.")
+        .def(nb::init<>())
+        .def(
+            "__init__",
+            [](HostRun *self, LeaseId lease, const VectorIn<std::int32_t> &slots,
+               const VectorIn<std::uint32_t> &generations,
+               const std::optional<VectorIn<std::uint8_t>> &unverified) {
+                require_equal(slots.shape(0), generations.shape(0));
+                if (unverified) require_equal(slots.shape(0), unverified->shape(0));
+                const auto copy = [](const auto &values) {
+                    return std::vector(values.begin(), values.end());
+                };
+                new (self) HostRun{lease, copy(slots_of(slots)), copy(span_of(generations)), {}, 0};
+                if (unverified) self->unverified = copy(span_of(*unverified));
+            },
+            "lease"_a, "slots"_a, "generations"_a, "unverified"_a = nb::none())
         .def("__len__", &HostRun::size)
+        .def(
+            "part",
+            [](const HostRun &self, std::size_t first, std::size_t stop) {
+                if (first > stop || stop > self.size()) throw nb::index_error("the run has no such blocks");
+                return self.part(first, stop);
+            },
+            "first"_a, "stop"_a, "Return the blocks ``first`` to ``stop``, pinned by the same lease.")
         .def_ro("lease", &HostRun::lease, "Pins the blocks until it is released; 0 if there are none.")
         .def(
             "columns",
@@ -151,6 +173,10 @@ void bind_host_index(nb::module_ &module) {
             },
             "lease"_a, "slots"_a,
             "Keep slots of a run until the load of them ends, whatever becomes of its lease.")
+        .def(
+            "begin_load_of",
+            [](HostIndex &self, const HostRun &run) { self.begin_load(run.lease, run.slots); }, "run"_a,
+            "Do so with all slots of a run.")
         .def(
             "end_load",
             [](HostIndex &self, const VectorIn<std::int32_t> &slots, const HashesIn &hashes,

@@ -23,7 +23,7 @@ from fdcache.layout import KVLayout
 from fdcache.manager.keyed import KeyedRequest, OffloadRequest
 from fdcache.manager.requests import PeerSource
 from fdcache.metadata import NO_BLOCK, HashArray, Int32Array, SwapPurpose, UInt32Array
-from fdcache.plans.ledger import ROOT, UNKNOWN, Blocks, OpenPlan
+from fdcache.plans.ledger import ROOT, UNKNOWN, OpenPlan
 from fdcache.tiers.host import Found, HostTier
 from fdcache.tiers.statistics import Counters
 
@@ -211,7 +211,7 @@ class Tracked:
         """Number of blocks beyond those on the device that were found or are coming."""
         if self.found is None:
             return 0
-        return max(self.start + len(self.found.slots) + self.coming - self.device_blocks, 0)
+        return max(self.start + len(self.found) + self.coming - self.device_blocks, 0)
 
     @property
     def from_peer(self) -> int:
@@ -233,7 +233,7 @@ class Tracked:
         found = self.found
         assert found is not None
         first = self.device_blocks - self.start
-        return found if not first and count == len(found.slots) else found.part(first, first + count)
+        return found if not first and count == len(found) else found.part(first, first + count)
 
     def count_lookup(self, counters: Counters, layout: KVLayout) -> None:
         """Count the request as looked up, once."""
@@ -384,11 +384,13 @@ class EngineLoads:
         load = loading.load
         stop = load.planned + len(run)
         ids = loading.ids[load.planned - load.first : stop - load.first]
-        blocks: Blocks = run
         if self._may_lack and not (is_wanted := ids != NO_BLOCK).all():
-            blocks, ids = run.select(is_wanted), ids[is_wanted]
-        self._host.index.begin_load(run.lease, blocks.slots)
-        offset = plan.add(SwapPurpose.LOAD, blocks, ids, None)
+            blocks, ids = run.blocks.select(is_wanted), ids[is_wanted]
+            self._host.index.begin_load(run.lease, blocks.slots)
+            offset = plan.add(SwapPurpose.LOAD, blocks, ids, None)
+        else:
+            self._host.index.begin_load_of(run.run)
+            offset = plan.add_run(SwapPurpose.LOAD, run.run, run.path, run.start, ids, None)
         self._loads.add(load, stop, offset, len(ids), plan.is_ahead)
         if load.is_open:
             self._counters.blocks_loaded_ahead += len(ids)

@@ -129,8 +129,8 @@ class LoadsAhead:
         run = find_only(host, path[:stop], start)
         taken = self._reserve(path, start, start + len(run), plan)
         if taken is not None:
-            host.index.begin_load(run.lease, run.slots)
-            offset = plan.add(SwapPurpose.LOAD, run, taken.slots, taken.generations)
+            host.index.begin_load_of(run.run)
+            offset = plan.add_run(SwapPurpose.LOAD, run.run, path, start, taken.slots, taken.generations)
             load = self._loads.begin(start, start + len(run))
             self._loads.add(load, load.stop, offset, len(run), is_ahead=True)
         host.index.release(run.lease)

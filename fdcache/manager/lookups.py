@@ -120,7 +120,7 @@ class OffloadLookups(OffloadOffers):
         """Return the host blocks that ``match`` has pinned for a request."""
         with self._lock:
             tracked = self._requests.get(request)
-            return NO_BLOCKS if tracked is None or tracked.found is None else tracked.found
+            return NO_BLOCKS if tracked is None or tracked.found is None else tracked.found.blocks
 
     def keep_intact(self, request: OffloadRequest, intact: NDArray[np.bool_]) -> int:
         """Forget the records among ``found_blocks`` that are not intact, in the tier too; return the tokens left."""
@@ -129,9 +129,10 @@ class OffloadLookups(OffloadOffers):
             if tracked is None or tracked.found is None:
                 return 0
             found, index, bad = tracked.found, self._host.index, ~intact
+            blocks = found.blocks
             self._counters.blocks_corrupt_in_host += int(np.count_nonzero(bad))
-            index.begin_load(found.lease, found.slots)
-            index.end_load(found.slots, found.hashes, intact.view(np.uint8), bad.view(np.uint8))
+            index.begin_load(found.lease, blocks.slots)
+            index.end_load(blocks.slots, blocks.hashes, intact.view(np.uint8), bad.view(np.uint8))
             tracked.found = found.part(0, len(found) if intact.all() else int(intact.argmin()))
             return self._requests.tokens(tracked, tracked.remaining)
 

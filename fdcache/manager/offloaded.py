@@ -324,11 +324,11 @@ class OffloadedRequests:
             return None
         if tracked.fetch:
             self._unpin_fetch(tracked)
-        count = self._worth_loading(tracked, len(found.slots))
+        count = self._worth_loading(tracked, len(found))
         if not count:
             self._host.index.release(found.lease)
             return NOTHING, 0
-        if count == len(found.slots):
+        if count == len(found):
             return found, 0
         fetched = range(min(found.fetched.start, count), min(found.fetched.stop, count))
         return found.part(0, count, fetched), 0
@@ -344,7 +344,7 @@ class OffloadedRequests:
             wait = self._waits.before_look_up(request, number, hashes, lambda _: tracked.device_blocks)
             if wait is not None:
                 return self._arrived(hashes, start, wait)
-        (found,) = find_and_pin(self._host, [(hashes, start)], [number])
+        found = find_and_pin(self._host, hashes, start, number)
         if isinstance(found, Reading):
             wait = self._waits.answered(request, number, start, found)
             if wait is not None:

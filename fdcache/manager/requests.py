@@ -314,10 +314,7 @@ class LiveRequests:
             self._live,
             forms,
             clock,
-            match.lease,
-            match.slots,
-            match.generations,
-            match.unverified,
+            match.run,
             (match.fetched.start, match.fetched.stop),
             worth_loading,
         )

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from fdcache import _core
-from fdcache._core import BlockCopies, BlockList, InFlightPlan, PlanTable, take_transfers
+from fdcache._core import BlockCopies, BlockList, HostRun, InFlightPlan, PlanTable, take_transfers
 from fdcache.metadata import (
     CacheSwapMetadata,
     ComparesArrays,
@@ -120,12 +120,11 @@ class Blocks(ComparesArrays, msgspec.Struct, eq=False, frozen=True):
         slots: Int32Array,
         generations: UInt32Array,
         unverified: HashArray | None = None,
-        **more: Any,
     ) -> Self:
         """Return the run of a path that begins at block ``start`` and lies in these slots."""
         stop = start + len(slots)
         hashes = path if stop - start == len(path) else path[start:stop]
-        return cls(slots, generations, hashes, parents_of(path, start, stop), unverified, **more)
+        return cls(slots, generations, hashes, parents_of(path, start, stop), unverified)
 
     def select(self, index: slice | np.ndarray) -> Blocks:
         """Return the blocks that a slice, a mask or an index array selects."""
@@ -222,6 +221,18 @@ class OpenPlan:
             slots,
             generations,
         )
+
+    def add_run(
+        self,
+        purpose: SwapPurpose,
+        run: HostRun,
+        path: HashArray,
+        start: int,
+        slots: Int32Array,
+        generations: UInt32Array | None,
+    ) -> int:
+        """Do so with a run of the host, which has the blocks of a path from ``start`` on."""
+        return self._by_purpose[purpose].append_run(run, path, start, slots, generations)
 
     def remove(self, purpose: SwapPurpose, offset: int, count: int) -> Int32Array:
         """Remove copies that were planned from ``offset`` on; return their source slots."""

@@ -263,24 +263,28 @@ def quote(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Renaming:
-    """One line that ``rename`` changes; it is dropped where the file assigns the new name too."""
+    """One line that ``rename`` changes. It is dropped where there is no new name, or the file assigns that too."""
 
     line: int
     old: str
-    new: str
+    new: str | None
     dropped: bool
 
 
-def rename(content: str, names: Mapping[str, str]) -> tuple[str, list[Renaming]]:
-    """Return a dotenv file with variables renamed, old name to new; everything else stays byte for byte."""
+def rename(content: str, names: Mapping[str, str | None]) -> tuple[str, list[Renaming]]:
+    """Return a dotenv file with variables renamed, old name to new, or dropped, old name to None.
+
+    Everything else stays byte for byte.
+    """
     entries = list(parse_dotenv(content))
     assigned = {entry.name for entry in entries}
-    renamings = {
-        entry.line: Renaming(entry.line, entry.name, names[entry.name], names[entry.name] in assigned)
-        for entry in entries
-        if entry.name in names
-    }
     lines = re.split(r"(?<=\n)", content)
-    for line, change in renamings.items():
-        lines[line - 1] = "" if change.dropped else lines[line - 1].replace(change.old, change.new, 1)
-    return "".join(lines), list(renamings.values())
+    renamings = []
+    for entry in entries:
+        if entry.name not in names:
+            continue
+        new, at = names[entry.name], entry.line - 1
+        is_dropped = new is None or new in assigned
+        renamings.append(Renaming(entry.line, entry.name, new, is_dropped))
+        lines[at] = "" if new is None or is_dropped else lines[at].replace(entry.name, new, 1)
+    return "".join(lines), renamings

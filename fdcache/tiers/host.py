@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from fdcache._core import CopyReservation, HostIndex, SwapInFlight
+from fdcache._core import CopyReservation, HostIndex, HostRun, SwapInFlight
 from fdcache.errors import ConfigurationError
 from fdcache.hints import GivenHints, HintOutcome, SentHints
 from fdcache.layout import KVLayout
@@ -71,27 +71,38 @@ def host_block_bytes(layout: KVLayout) -> int:
     return layout.record_ranks * (layout.record_bytes + SLOT_HEADER_BYTES)
 
 
-class Found(Blocks, eq=False, frozen=True):
-    """Answer of a look-up: blocks of a path from some block on, pinned by ``lease`` unless that is 0.
+class Found(msgspec.Struct, frozen=True, eq=False):
+    """Answer of a look-up: the blocks of a ``path`` from ``start`` on that are in the slots of a ``run``.
 
     ``pending``: the block after them is being copied to the host. ``fetched``: positions of those that were read from
     storage for the request.
     """
 
-    lease: int = 0
+    run: HostRun
+    path: HashArray
+    start: int
     pending: bool = False
     fetched: range = range(0)
 
+    def __len__(self) -> int:
+        return len(self.run)
+
+    @property
+    def lease(self) -> int:
+        """Pins the blocks until it is released; 0 for none."""
+        return self.run.lease
+
+    @property
+    def blocks(self) -> Blocks:
+        """The blocks as arrays, made anew each time."""
+        return Blocks.of_path(self.path, self.start, *self.run.columns())
+
     def part(self, first: int, stop: int, fetched: range = range(0)) -> Found:
         """Return the blocks ``first`` to ``stop``, pinned by the same lease."""
-        some = self.select(slice(first, stop))
-        marks = some.unverified
-        return Found(
-            some.slots, some.generations, some.hashes, some.parents, marks, self.lease, fetched=fetched
-        )
+        return Found(self.run.part(first, stop), self.path, self.start + first, fetched=fetched)
 
 
-NOTHING = Found(NO_BLOCKS.slots, NO_BLOCKS.generations, NO_BLOCKS.hashes, NO_BLOCKS.parents)
+NOTHING = Found(HostRun(), NO_BLOCKS.hashes, 0)
 """A look-up that found nothing and pins nothing."""
 NOTHING_YET = msgspec.structs.replace(NOTHING, pending=True)
 """The same where the first block is being copied to the host."""
@@ -349,35 +360,34 @@ class LocalHostTier(BlockPool):
         return taken
 
 
-def find_and_pin(
-    host: HostTier, paths: Sequence[tuple[HashArray, int]], fetches: Sequence[int] = ()
-) -> list[Found | Reading]:
-    """Pin, for each (hashes, start), the leading run of ``hashes`` from ``start`` on.
+def find_and_pin(host: HostTier, hashes: HashArray, start: int, fetch: int = 0) -> Found | Reading:
+    """Pin the leading run of a path from ``start`` on.
 
-    ``fetches``: the number of each path's fetch from storage, 0 for none. Of a service one round trip asks for all
-    paths that its storage may have, and for those of which something is there that cannot be pinned without it now.
-    Keys that contradict those stored find nothing.
+    ``fetch``: the number of its fetch from storage, 0 for none. A service is asked, in one round trip, for what its
+    storage may have, and for what is there and cannot be pinned without it now. Keys that contradict those stored find
+    nothing.
     """
-    service = host.service
+    service, fetches = host.service, host.fetches
     if service is not None:
         service.begin_look_up()
-    found: list[Found | Reading] = [NOTHING] * len(paths)
-    asked = []
-    for i, (hashes, start) in enumerate(paths):
-        number = fetches[i] if fetches else 0
-        found[i], ask_for = _find(host, hashes, start, number)
-        if ask_for:
-            asked.append((i, (hashes[:ask_for], start), number))
-    if asked and service is not None:
-        places, asked_paths, numbers = zip(*asked, strict=True)
-        for i, answer in zip(places, service.ask(asked_paths, numbers), strict=True):
-            found[i] = answer
-    return found
+    storage_use = 0 if fetches is None else fetches.storage_use(fetch)
+    run, pending, ask_for = host.index.find_and_pin(hashes, start, storage_use)
+    if ask_for and service is not None:
+        (answer,) = service.ask([(hashes[:ask_for], start)], [fetch])
+        return answer
+    fetched, stop = range(0), start + len(run)
+    if (table := host.fetch_table) is not None:
+        fetched = table.fetched(fetch, start, len(run))
+        # The prefetch policy has decided how long to wait for a block that is being read.
+        pending = pending and not table.is_reading(hashes[stop].tobytes())
+    if stop == start:
+        return NOTHING_YET if pending else NOTHING
+    return Found(run, hashes, start, pending, fetched)
 
 
 def find_only(host: HostTier, hashes: HashArray, start: int) -> Found:
     """Pin the leading run of one path, whatever is being read for it."""
-    (found,) = find_and_pin(host, [(hashes, start)])
+    found = find_and_pin(host, hashes, start)
     assert isinstance(found, Found)
     return found
 
@@ -391,26 +401,6 @@ def find_whole(host: HostTier, hashes: HashArray, start: int) -> Found:
         return found
     host.index.release(found.lease)
     return NOTHING
-
-
-def _find(host: HostTier, hashes: HashArray, start: int, number: int) -> tuple[Found, int]:
-    fetches = host.fetches
-    storage_use = 0 if fetches is None else fetches.storage_use(number)
-    run, pending, ask_for = host.index.find_and_pin(hashes, start, storage_use)
-    fetched = range(0)
-    if (table := host.fetch_table) is not None:
-        fetched, stop = table.fetched(number, start, len(run)), start + len(run)
-        # The prefetch policy has decided how long to wait for a block that is being read.
-        pending = pending and not table.is_reading(hashes[stop].tobytes())
-    if not len(run):
-        return (NOTHING_YET if pending else NOTHING), ask_for
-    found = Found.of_path(
-        *(hashes, start, *run.columns()),
-        lease=run.lease,
-        pending=pending,
-        fetched=fetched,
-    )
-    return found, ask_for
 
 
 def complete_copies(

@@ -82,15 +82,20 @@ def test_template_writes_and_checks_a_file(tmp_path: Path) -> None:
 
 def test_migrate_writes_only_on_request(tmp_path: Path) -> None:
     file = tmp_path / "old.env"
-    before = f"# mine\nFD_API_KEY={SECRET}\nexport FD_NVFP4_MOE_BACKEND=flashinfer-cudnn # keep\n"
-    file.write_text(before)
+    gone = "FDCACHE_COPY_THREADS=2\nFDCACHE_EXTENT_SIZE_FILE=size # mine\n"
+    kept = f"# mine\nFD_API_KEY={SECRET}\nexport FD_NVFP4_MOE_BACKEND=flashinfer-cudnn # keep\n"
+    file.write_text(before := gone + kept)
     dry = fdcache("env", "migrate", file)
     assert dry.returncode == 0
-    assert f"{file}:3: FD_NVFP4_MOE_BACKEND becomes FD_NVFP4_GEMM_BACKEND" in dry.stdout
+    assert dry.stdout.startswith(
+        f"{file}:1: FDCACHE_COPY_THREADS dropped, the setting is gone; its default is fixed\n"
+        f"{file}:2: FDCACHE_EXTENT_SIZE_FILE dropped, the setting is gone; FDCACHE_HOST_MEMORY decides it\n"
+    )
+    assert f"{file}:5: FD_NVFP4_MOE_BACKEND becomes FD_NVFP4_GEMM_BACKEND" in dry.stdout
     assert SECRET not in everything(dry)
     assert file.read_text() == before
     assert fdcache("env", "migrate", file, "--write").returncode == 0
-    assert file.read_text() == before.replace("MOE", "GEMM")
+    assert file.read_text() == kept.replace("MOE", "GEMM")
     assert "no deprecated names" in fdcache("env", "migrate", file).stdout
 
 

@@ -97,9 +97,9 @@ def test_a_repeated_question_sends_nothing_and_a_new_session_is_asked_anew(
         assert host.in_use == pinned
         asked: list[int] = []
 
-        def counted(host: HostTier, paths: Any, fetches: Any = ()) -> Any:
-            asked.append(len(paths))
-            return find_and_pin(host, paths, fetches)
+        def counted(host: HostTier, hashes: Any, start: int, fetch: int = 0) -> Any:
+            asked.append(start)
+            return find_and_pin(host, hashes, start, fetch)
 
         monkeypatch.setattr(offloaded, "find_and_pin", counted)
         arena = link.arena
@@ -111,7 +111,7 @@ def test_a_repeated_question_sends_nothing_and_a_new_session_is_asked_anew(
         assert engine.manager.load(request, ids(6, 7)) == 0
         for _ in range(3):
             assert engine.manager.match(request, 0).num_tokens == 2 * BLOCK
-        assert asked == [1]
+        assert asked == [0]
         load_all(engine, request, [6, 7])
         engine.manager.finish([request])
         engine.close()

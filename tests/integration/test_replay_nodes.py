@@ -26,11 +26,7 @@ from tests.replay_help import small_config
 Store = dict[str, str]
 PATIENT = {"FDCACHE_PREFETCH_POLICY": "wait_complete", "FDCACHE_RPC_TIMEOUT": "60"}
 """A slow machine is no reason to compute."""
-HURRIED = {
-    "FDCACHE_PREFETCH_POLICY": "timeout",
-    "FDCACHE_PREFETCH_TIMEOUT": "5",
-    "FDCACHE_RPC_TIMEOUT": "2",
-}
+HURRIED = {"FDCACHE_PREFETCH_POLICY": "timeout", "FDCACHE_RPC_TIMEOUT": "2"}
 """Requests go on without what is late; on a slow machine something comes in time."""
 
 WAYS = ["nodes", "shared", "object"]

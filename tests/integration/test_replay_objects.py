@@ -21,11 +21,12 @@ REPLAY = (
 
 @pytest.fixture(params=["folder", "s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
-    """The variables that a node has."""
+    """The variables that a node has. It waits for a slow server rather than compute."""
+    patient = {"FDCACHE_PREFETCH_POLICY": "wait_complete"}
     if request.param == "folder":
-        return {"FDCACHE_STORAGE": "shared", "FDCACHE_STORAGE_DIR": str(tmp_path)}
+        return patient | {"FDCACHE_STORAGE": "shared", "FDCACHE_STORAGE_DIR": str(tmp_path)}
     bucket: Bucket = request.getfixturevalue("s3")
-    return bucket.environment
+    return patient | bucket.environment
 
 
 def start(store: dict[str, str]) -> subprocess.Popen[str]:

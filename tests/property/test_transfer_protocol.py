@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fdcache.errors import ProtocolError
+from fdcache.settings.kinds import printable
 from fdcache.transfer.decode import FetchEnd
 from fdcache.transfer.messages import (
+    MOST_WORDS,
     NO_BOOT,
     AskForBlocks,
     BlocksGranted,
@@ -98,7 +100,7 @@ MESSAGES = st.one_of(
     st.builds(lambda text, n: Last(text, n, n, bytes(64), bytes(16)), st.text(), NUMBERS),
     st.builds(Renew, st.text(), NUMBERS, NUMBERS, NUMBERS, NUMBERS),
     st.builds(End, st.text(), NUMBERS, st.sampled_from([0, 1, 2])),
-    st.builds(Failed, st.text(), NUMBERS, st.text()),
+    st.builds(Failed, st.text(), NUMBERS, st.text().filter(str.isprintable)),
     st.builds(Stranger, st.binary(min_size=16, max_size=16)),
 )
 
@@ -107,6 +109,18 @@ MESSAGES = st.one_of(
 def test_a_message_comes_back_from_its_bytes(message: AskForBlocks, sender: bytes) -> None:
     envelope = Envelope(sender, NO_BOOT)
     assert decode(encode(envelope, message)) == (envelope, message)
+
+
+@given(reason=st.text() | st.builds(str.__mul__, st.text(min_size=1, max_size=4), st.integers(300, 1200)))
+def test_the_reason_of_a_peer_is_read_short_and_printable(reason: str) -> None:
+    _, message = decode(encode(Envelope(NO_BOOT, NO_BOOT), Failed("transfer", 1, reason)))
+    assert isinstance(message, Failed)
+    assert message.reason.isprintable()
+    if len(reason) <= MOST_WORDS:
+        assert message.reason == printable(reason)
+    else:
+        assert message.reason.startswith(printable(reason[:MOST_WORDS]))
+        assert message.reason.endswith(f" and {len(reason) - MOST_WORDS} more characters")
 
 
 @given(message=MESSAGES, seed=st.integers(0, 2**32))

@@ -95,9 +95,9 @@ def test_a_match_is_kept_over_repeated_questions(
     asked: list[int] = []
     host: Any = engine.manager._host
 
-    def counted(host: HostTier, paths: Any, fetches: Any = ()) -> Any:
-        asked.append(paths[0][1])
-        return find_and_pin(host, paths, fetches)
+    def counted(host: HostTier, hashes: Any, start: int, fetch: int = 0) -> Any:
+        asked.append(start)
+        return find_and_pin(host, hashes, start, fetch)
 
     monkeypatch.setattr(offloaded, "find_and_pin", counted)
     for device_tokens in (BLOCK, BLOCK, 2 * BLOCK, 3 * BLOCK, BLOCK):

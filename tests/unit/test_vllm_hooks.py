@@ -118,7 +118,9 @@ def test_blocks_that_may_have_left_their_window_are_not_offered(monkeypatch: pyt
     engine.close()
 
 
-def test_the_blocks_of_the_windows_alone_are_loaded_and_a_failure_is_told_by_request() -> None:
+def test_the_blocks_of_the_windows_alone_are_loaded_and_a_failure_is_told_by_request(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     engine = Engine(WINDOWS)
     tokens = list(range(17))
     first = request("a", tokens)
@@ -155,6 +157,9 @@ def test_the_blocks_of_the_windows_alone_are_loaded_and_a_failure_is_told_by_req
             ]
             memory = host_memory(engine)
             memory[memory == 8] = 9
+    engine.settle()
+    (said,) = [line for line in caplog.messages if "failed load" in line]
+    assert said.startswith("failed load 1: request c is computed from token") and "None" not in said
     engine.close()
 
 

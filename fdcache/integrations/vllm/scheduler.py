@@ -23,7 +23,7 @@ from fdcache.integrations.vllm.offers import StepOffers
 from fdcache.integrations.vllm.running import Computed, Finished, HookGuard, Running, ids_of
 from fdcache.integrations.vllm.tables import BlockIds, RequestTable, TableShape, coldest_of
 from fdcache.integrations.vllm.timing import StepTimes
-from fdcache.manager import LoadOutcome, MatchStatus, OffloadManager
+from fdcache.manager import LoadOutcome, LoadStatus, MatchStatus, OffloadManager
 from fdcache.metadata import Int32Array, PeerTask, SwapPurpose, TransferPlan, TransferReport, decode_scan
 from fdcache.settings.cache import WritePolicy
 
@@ -76,6 +76,7 @@ class SchedulerSide:
         self._is_lost = False
         self._is_late = False
         self._sent_host_cache = False
+        self._failed_loads = 0
 
     def bind_pool(self, pool: Any) -> None:
         """Take vLLM's block pool, whose hashes may stand for less than a block (``prefix_match_unit``)."""
@@ -431,8 +432,22 @@ class SchedulerSide:
             known = self._running.get(outcome.request_id)
             if self._early is not None:
                 self._early.ended(outcome)
+            if outcome.status is LoadStatus.FAILED:
+                self._tell_failed(outcome)
             if outcome.unplanned and (known is None or known.load == outcome.load):
                 self._unloaded.setdefault(outcome.request_id, []).extend(outcome.unplanned)
+
+    def _tell_failed(self, outcome: LoadOutcome) -> None:
+        """Log why blocks did not come: at most one line each time the number of such loads doubles."""
+        self._failed_loads += 1
+        if self._failed_loads.bit_count() == 1:
+            logger.warning(
+                "failed load %d: request %s is computed from token %d on: %s",
+                self._failed_loads,
+                outcome.request_id,
+                outcome.recompute_from,
+                outcome.error_message,
+            )
 
     @property
     def has_requests(self) -> bool:

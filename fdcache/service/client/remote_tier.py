@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from fdcache._core import SharedHost
+from fdcache._core import HostRun, SharedHost
 from fdcache.errors import ProtocolError, RefusedError, ServiceUnavailableError
 from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray
@@ -172,7 +172,7 @@ class RemoteHostTier:
 
     ```python
     tier = RemoteHostTier(CacheSettings(server="ipc:///run/fdcache/fdcache.sock"), layout)
-    (found,) = find_and_pin(tier, [(hashes, 0)])
+    found = find_and_pin(tier, hashes, 0)
     tier.index.release(found.lease)
     ```
 
@@ -338,8 +338,8 @@ class RemoteHostTier:
             marks = unverified[first:end] if len(unverified) else None
             lease = self.index.add(session.runs, run, marks is not None)
             part = range(*fetched[i]) if fetched else range(0)
-            where = (slots[first:end], generations[first:end], marks)
-            matches.append(Found.of_path(hashes, start, *where, lease=lease, fetched=part))
+            pinned = HostRun(lease, slots[first:end], generations[first:end], marks)
+            matches.append(Found(pinned, hashes, start, fetched=part))
         return matches
 
     def _count_in_flight_miss(self, session: Session, block: HashArray) -> None:
