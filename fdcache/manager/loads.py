@@ -292,6 +292,7 @@ class EngineLoads:
 
     def __init__(self, layout: KVLayout, host: HostTier, loads: Loads, counters: Counters) -> None:
         self._page_tokens, self._groups = layout.block_size, max(layout.page_records, 1)
+        self._states = layout.num_states
         self._may_lack = bool(layout.groups)
         self._host = host
         self._loads = loads
@@ -366,12 +367,18 @@ class EngineLoads:
         found, waits = look(loading)
         if len(found):
             plan.after = tuple(dict.fromkeys((*plan.after, *loading.after, loading.load.plan)))
+            self._counters.storage_hit_tokens += self._tokens_of_next(loading, len(found))
             self._add_part(loading, found, plan)
-            self._counters.storage_hit_tokens += len(found) // self._groups * self._page_tokens
         if found.lease:
             self._host.index.release(found.lease)
         if not waits:
             self._loads.cut_off(loading.load, "blocks did not come from storage in time")
+
+    def _tokens_of_next(self, loading: EngineLoad, num_records: int) -> int:
+        """Return the tokens of the next records of a load: those of its pages. States come after these."""
+        load = loading.load
+        left = max(load.first + len(loading.ids) - self._states - load.planned, 0)
+        return min(num_records, left) // self._groups * self._page_tokens
 
     def _add_part(self, loading: EngineLoad, run: Found, plan: OpenPlan) -> None:
         load = loading.load

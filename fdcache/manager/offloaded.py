@@ -420,7 +420,8 @@ class OffloadedRequests:
             self.leave_fetch(tracked)
         tracked.load = loading = self.loads.plan(tracked.request, first, ids, run, plan)
         loading.pages = range(tracked.device_pages, tracked.end)
-        from_storage = self._page_tokens(min(stored, len(run)))
+        of_pages = len(ids) - (self._units - self._records)  # the states come last
+        from_storage = self._page_tokens(min(stored, len(run), of_pages))
         self.loads.count_hits(loading, max(self.tokens(tracked, len(run)) - from_storage, 0), from_storage)
         if tracked.peer is not None and len(run) < len(ids):
             self.loads.fetch_rest(loading, tracked.peer)

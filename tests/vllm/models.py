@@ -59,7 +59,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "hybrid_override_pattern": "MM*-",
             "mamba_num_heads": 8,
             "mamba_head_dim": 16,
-            "ssm_state_size": 16,
+            "ssm_state_size": 24,
             "n_groups": 1,
             "conv_kernel": 4,
             "chunk_size": 16,

@@ -22,10 +22,6 @@ Answers = list[list[int]]
 ROOM = {"Gemma 2": 90, "Gemma 3": 110}
 """Device blocks of a family that needs more than 40: for a prompt, not for all."""
 
-BATCH = {"Nemotron-H": 48}
-"""Tokens of a step where it is not 64: with more than a block vLLM wants states within a chunk, which its CPU kernels
-do not give."""
-
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
@@ -41,8 +37,7 @@ def alone(family: tuple[str, Path], prompts: Answers) -> Answers:
 
 
 def room_of(family: str) -> dict[str, Any]:
-    room = {"num_gpu_blocks_override": ROOM.get(family, 40), "max_model_len": 256}
-    return room | ({"max_num_batched_tokens": BATCH[family]} if family in BATCH else {})
+    return {"num_gpu_blocks_override": ROOM.get(family, 40), "max_model_len": 256}
 
 
 @pytest.fixture(scope="module")
