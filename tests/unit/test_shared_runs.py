@@ -270,7 +270,7 @@ class TestHostPool:
         }
         assert removing == set(REMOVALS)
         keeping = {
-            "above_copies", "ancestry", "available", "awaited", "begin_load", "below", "cancel_load",
+            "above_copies", "ancestry", "available", "awaited", "begin_load", "begin_load_of", "below", "cancel_load",
             "capacity", "check_integrity", "coldest", "commit", "complete", "contains", "drop_orphans", "find",
             "find_and_pin", "finish", "free_among", "give_back", "hint", "hint_fates", "hold", "hold_ready",
             "hottest", "idle", "load_reuse", "match", "mirror", "node", "num_orphans", "open_lease", "quarantine",
