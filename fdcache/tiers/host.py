@@ -98,7 +98,9 @@ class Found(msgspec.Struct, frozen=True, eq=False):
         return Blocks.of_path(self.path, self.start, *self.run.columns())
 
     def part(self, first: int, stop: int, fetched: range = range(0)) -> Found:
-        """Return the blocks ``first`` to ``stop``, pinned by the same lease."""
+        """Return the blocks ``first`` to ``stop``, as far as there are any, pinned by the same lease."""
+        stop = min(stop, len(self))
+        first = min(first, stop)
         return Found(self.run.part(first, stop), self.path, self.start + first, fetched=fetched)
 
 

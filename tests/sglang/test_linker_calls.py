@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +32,7 @@ from fdcache.integrations.sglang import device_pools, offloads, pool_tier, weigh
 from fdcache.integrations.sglang import linker as module
 from fdcache.integrations.sglang.linker import FdcacheLinker
 from fdcache.tasks import CpuEvent
-from tests.service_help import until
+from tests.service_help import service_process, until
 from tests.sglang.test_storage import keys as hex_keys
 
 PAGE, TOKENS, LAYERS = 16, 64 * 16, 3
@@ -419,6 +421,111 @@ def test_what_is_promised_stays_pinned_while_the_request_asks() -> None:
         assert made.lookup("a", transfer(keys)) == [4]
         assert loaded(made, "a", keys, [60, 61, 62, 63])
         assert made.lookup("b", transfer(other)) == []
+
+
+def planes_of(pool: MHATokenToKVPool) -> list[torch.Tensor]:
+    return [*pool.k_buffer, *pool.v_buffer]
+
+
+def fill(pool: MHATokenToKVPool) -> list[torch.Tensor]:
+    """Fill all pages with bytes of their own; return a copy of them."""
+    for plane in planes_of(pool):
+        plane.copy_(torch.rand(plane.shape))
+    return [plane.clone() for plane in planes_of(pool)]
+
+
+def are_copies(pool: MHATokenToKVPool, before: list[torch.Tensor], of: list[int], pages: list[int]) -> bool:
+    """Return True if pages have the bytes that others had before."""
+    return all(
+        torch.equal(plane[page * PAGE : (page + 1) * PAGE], old[source * PAGE : (source + 1) * PAGE])
+        for plane, old in zip(planes_of(pool), before, strict=True)
+        for source, page in zip(of, pages, strict=True)
+    )
+
+
+def test_a_service_that_is_killed_before_a_load_begins_or_lands_gives_no_wrong_bytes(tmp_path: Path) -> None:
+    """Another one takes its memory over, at once."""
+    keys, pool, stored_in = hex_keys(6), mha(), [1, 2, 3, 4, 5, 6]
+    before, numbers = fill(pool), count()
+    with service_process(tmp_path / "service", FDCACHE_HOST_MEMORY="16MiB") as service:
+
+        def killed() -> None:
+            service.kill()
+            service.start()
+
+        def found(made: FdcacheLinker) -> str:
+            def is_there() -> bool:
+                made.num_completed_offloads()
+                return made.lookup(f"asks {next(numbers)}", transfer(keys)) == [6]
+
+            until(is_there, "the pages are found")
+            return f"asks {next(numbers) - 1}"
+
+        with linker(pool, FDCACHE_HOST_MEMORY=0, FDCACHE_SERVER=service.address) as made:
+            assert stored(made, keys, stored_in)
+            for state in ("found", "planned", "begun", "undisturbed"):
+                pages = [each + 10 for each in stored_in]
+                for plane in planes_of(pool):
+                    plane[10 * PAGE :].zero_()
+                rid = found(made)
+                next(numbers)
+                if state == "found":
+                    killed()
+                is_planned = made.load(rid, transfer(keys, pages))
+                if state == "planned":
+                    killed()
+                index = made.start_layer_wise_loading()
+                if state == "begun":
+                    killed()
+                is_loaded = made.finish_layer_wise_loading(index) and is_planned
+                assert not is_loaded or are_copies(pool, before, stored_in, pages), state
+                assert is_loaded or state != "undisturbed"
+
+
+def test_requests_that_come_and_go_at_random_get_the_bytes_that_were_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are stored, loaded, withdrawn, forgotten and flushed beside each other, in a tier that evicts."""
+    monkeypatch.setattr(module, "_FORGET_AFTER", 0.02)
+    chosen, pool, kept, num_loaded = random.Random(3), mha(), {}, 0
+    with linker(pool, FDCACHE_HOST_MEMORY="800KiB") as made:
+        for number in range(250):
+            before = fill(pool)
+            keys = hex_keys(chosen.randint(1, 8), str(number))
+            pages = chosen.sample(range(1, 40), len(keys))
+            made.offload(transfer(keys, pages))
+            kept[number] = keys, pages, before
+            if chosen.random() < 0.7:
+                until(lambda: made.num_completed_offloads() == 1, "it is stored")
+                made.pop_completed_offload()
+            else:
+                made.reset()
+            slots, begun = list(range(40, 64)), []
+            for keys, pages, before in chosen.sample(list(kept.values())[-20:], min(len(kept), 3)):
+                rid = f"{number} {len(slots)}"
+                found = (made.lookup(rid, transfer(keys)) or [0])[0]
+                if chosen.random() < 0.1:
+                    time.sleep(0.03)
+                    made.num_completed_offloads()  # it is forgotten
+                into = [slots.pop() for _ in range(found)]
+                if not found or not made.load(rid, transfer(keys[:found], into)):
+                    continue
+                if chosen.random() < 0.2:
+                    assert made.cancel_queued_load(rid)
+                else:
+                    begun.append((before, pages[:found], into))
+            index = made.start_layer_wise_loading()
+            if chosen.random() < 0.1:
+                made.reset()
+                continue
+            assert made.finish_layer_wise_loading(index)
+            for before, pages, into in begun:
+                num_loaded += len(into)
+                assert are_copies(pool, before, pages, into)
+        made.reset()
+        assert num_loaded > 100
+        assert made._kv.manager._host.in_use == 0
+        assert made._kv.manager.get_stats().live_requests == 0
 
 
 def test_a_reset_ends_what_is_in_flight_and_forgets_nothing_that_is_stored() -> None:

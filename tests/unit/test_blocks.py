@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import pytest
 
-from fdcache._core import BlockCopies, BlockList
+from fdcache._core import BlockCopies, BlockList, HostRun
 from fdcache.metadata import CacheLevel
 from fdcache.plans.ledger import Block, BlockQueue, Blocks
 from fdcache.tiers.pool import BlockPool
@@ -85,6 +85,33 @@ class TestBlockCopies:
         assert sources.tolist() == targets.tolist() == list(range(12))
         assert before.tolist() == after.tolist() == blocks.generations.tolist()
         assert hash_list(rows) == PATH and hash_list(above) == [ROOT_HASH, *PATH[:-1]]
+
+    @pytest.mark.parametrize(("start", "stop"), [(0, 12), (0, 1), (3, 12), (4, 4)])
+    def test_a_run_of_a_path_becomes_the_same_columns(self, start: int, stop: int) -> None:
+        path = Blocks.of(found())
+        marks = np.arange(12, dtype=np.uint8) % 2
+        run = HostRun(7, path.slots, path.generations, marks).part(start, stop)
+        part, copies, expected = path[start:stop], BlockCopies(), BlockCopies()
+        assert run.lease == 7 and len(run) == stop - start
+        targets = np.arange(stop - start, dtype=np.int32) + 100
+        for _ in range(2):
+            copies.append_run(run, path.hashes, start, targets, None)
+            expected.append(
+                part.slots, part.generations, part.hashes, part.parents, marks[start:stop], targets, None
+            )
+        for ours, theirs in zip(copies.take(), expected.take(), strict=True):
+            assert np.array_equal(ours, theirs)  # type: ignore[arg-type]
+
+    def test_a_run_beyond_its_path_adds_nothing(self) -> None:
+        path, copies = Blocks.of(found()), BlockCopies()
+        run = HostRun(0, path.slots, path.generations)
+        with pytest.raises(IndexError, match="no such blocks"):
+            copies.append_run(run, path.hashes, 1, path.slots, None)
+        with pytest.raises(ValueError, match="differ in length"):
+            copies.append_run(run, path.hashes, 0, path.slots[:3], None)
+        with pytest.raises(IndexError, match="no such blocks"):
+            run.part(3, 13)
+        assert len(copies) == 0
 
     def test_arrays_of_other_lengths_add_nothing(self) -> None:
         copies, blocks = BlockCopies(), Blocks.of(found())

@@ -106,7 +106,7 @@ class TestEitherOwner:
     def test_a_load_keeps_its_slots_after_the_release_of_its_run(self, host: OwnHost | ServiceHost) -> None:
         host.store(A)
         run, _, _ = host.index.find_and_pin(rows(*A))
-        host.index.begin_load(run.lease, run.columns()[0])
+        host.index.begin_load_of(run)
         assert host.index.release(run.lease)
         assert host.slots_in_use
         host.index.end_load(run.columns()[0], rows(*A), flags("1111"))
