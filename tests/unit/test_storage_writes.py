@@ -166,13 +166,13 @@ def test_a_storage_that_refused_is_retried_with_a_block_that_the_host_still_has(
     store(stage.host, PATH)
     stage.writes.on_arrival(hashes(PATH))
     assert stage.write(failed=[0, 1]) == 2, "a quarter of the host tier"
-    assert stage.writes.is_refused
+    was_refused = stage.writes.is_refused
     stage.writes.forget()
     stage.writes.on_arrival(hashes(chain(50, 51, 52)))  # they have left the host
     stage.writes.on_arrival(hashes(PATH))
     stage.now = 5.0
     assert stage.write() == 1
-    assert not stage.writes.is_refused
+    assert (was_refused, stage.writes.is_refused) == (True, False)
     assert stage.counters.stores_dropped == 3
 
 

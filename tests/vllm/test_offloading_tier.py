@@ -177,8 +177,7 @@ def test_a_disk_that_hangs_costs_the_deadline(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fsync", ["always", "never"])
 def test_a_frozen_mount_costs_the_deadline(tmp_path: Path, fsync: str) -> None:
     with freezable(tmp_path / "disk", 32) as disk:
-        settings = {"FDCACHE_STORAGE_TIMEOUT": "1", "FDCACHE_STORAGE_FSYNC": fsync}
-        offloading = Offloading(disk, **settings)
+        offloading = Offloading(disk, FDCACHE_STORAGE_TIMEOUT="1", FDCACHE_STORAGE_FSYNC=fsync)
         fill(offloading, range(8))
         with frozen(disk, 60):
             assert len(offloading.store(keys_of(20, 8))) == 8
