@@ -233,7 +233,8 @@ class Tracked:
         found = self.found
         assert found is not None
         first = self.device_blocks - self.start
-        return found if not first and count == len(found) else found.part(first, first + count)
+        stop = min(first + count, len(found))
+        return found if not first and count == len(found) else found.part(min(first, stop), stop)
 
     def count_lookup(self, counters: Counters, layout: KVLayout) -> None:
         """Count the request as looked up, once."""

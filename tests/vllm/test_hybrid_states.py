@@ -7,4 +7,3 @@ from tests.vllm.test_engine import *  # noqa: F403
 
 model, computed, engine = hybrid_states.model, hybrid_states.computed, hybrid_states.engine
 del test_pages_are_the_bytes_of_the_engines_own_tensors  # noqa: F821 - it expects the planes of one group
-del test_a_manager_that_raises_in_a_step_changes_no_answer  # noqa: F821 - with states it may: docs/vllm.md

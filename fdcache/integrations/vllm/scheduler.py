@@ -355,7 +355,7 @@ class SchedulerSide:
         if is_same and not any(cached.new_block_ids):
             return ()
         computed: list[Computed] = []
-        given = array("i")
+        given, filled = array("i"), set[int]()
         for request_id in output.preempted_req_ids or ():
             if (known := self._running.get(request_id)) is not None:
                 known.has_table(self._shape.table())
@@ -365,31 +365,42 @@ class SchedulerSide:
                 known.has_table(self._shape.longer(known.blocks, tables))
                 tables = known.blocks.by_groups
                 computed.append((known, start, start + scheduled.get(new.req_id, 0)))
-            given.extend(self._shape.given(tables, start))
+            fresh = self._shape.given(tables, start)
+            given.extend(fresh)
+            filled |= self._of_states(new.block_ids, fresh)
         for i, added in enumerate(cached.new_block_ids):
             if added is None and only_generates:
                 continue
             request_id, start = cached.req_ids[i], cached.num_computed_tokens[i]
             resumed = request_id in cached.resumed_req_ids
             if added is not None:
-                given.extend(self._shape.given(added, start) if resumed else self._shape.real(added))
+                fresh = self._shape.given(added, start) if resumed else self._shape.real(added)
+                given.extend(fresh)
+                filled |= self._of_states(added, fresh)
             if (known := self._running.get(request_id)) is not None:
                 if resumed:
                     known.has_table(self._shape.table(added or ()))
                 elif added is not None:
                     known.blocks.extend(added)
                 computed.append((known, start, start + scheduled.get(request_id, 0)))
-        self._forget_overwritten(output)
+        self._forget_overwritten(output, filled)
         if given:
             self.manager.evicted(ids_of(given))
         return computed
 
-    def _forget_overwritten(self, output: Any) -> None:
+    def _of_states(self, tables: BlockIds, fresh: Iterable[int]) -> set[int]:
+        """Return which of the blocks that a step gives a request are for states."""
+        states = chain.from_iterable(tables[group] for group, _ in self._shape.states)
+        return set(fresh).intersection(states) if self._shape.states else set()
+
+    def _forget_overwritten(self, output: Any, filled: Iterable[int]) -> None:
         """Forget the blocks that the step fills before it executes a plan: vLLM clears some, and copies into others.
+
+        Into those ``filled`` it copies the states that a request goes on from.
 
         It is too late to copy what they held; copies of that in flight are worth nothing.
         """
-        early = list(getattr(output, "new_block_ids_to_zero", None) or ())
+        early = [*(getattr(output, "new_block_ids_to_zero", None) or ()), *filled]
         early += [copy.dst_block_id for copy in getattr(output, "kv_cache_block_copies", None) or ()]
         if early:
             self.manager.forget(ids_of(early))
