@@ -19,7 +19,7 @@ from fdcache.manager.states import MatchEnds, StatePaths
 from fdcache.metadata import HashArray, Int32Array
 from fdcache.plans.ledger import ROOT, OpenPlan
 from fdcache.settings.cache import CacheSettings
-from fdcache.tiers.host import NOTHING, Found, HostTier, Reading, find_and_pin, find_only, find_whole
+from fdcache.tiers.host import Found, HostTier, Reading, find_and_pin, find_only, find_whole, nothing
 from fdcache.tiers.statistics import Counters
 from fdcache.tiers.waiting_fetches import Wait
 
@@ -280,14 +280,14 @@ class OffloadedRequests:
                 return found, 0
             self._host.index.release(found.lease)
             if is_whole:
-                return NOTHING, 0
+                return nothing(), 0
             whole = (tracked.device_blocks + len(found)) // self._records if self._records else pages
             most = min(whole, pages - 1)
         if pages is None:
             tracked.coming = 0
             return None
         tracked.end = 0
-        return NOTHING, 0
+        return nothing(), 0
 
     def _end(self, tracked: Tracked, hashes: HashArray, states: StatePaths) -> int | None:
         """Return after how many pages there are states; None to ask later, but not for ever."""
@@ -311,7 +311,7 @@ class OffloadedRequests:
         """
         start = tracked.device_blocks
         if start >= len(hashes):
-            return NOTHING, 0
+            return nothing(), 0
         found, stop = self._look(tracked, hashes, start)
         if stop is not None:
             if self._states_at_end(tracked) is None:
@@ -327,7 +327,7 @@ class OffloadedRequests:
         count = self._worth_loading(tracked, len(found))
         if not count:
             self._host.index.release(found.lease)
-            return NOTHING, 0
+            return nothing(), 0
         if count == len(found):
             return found, 0
         fetched = range(min(found.fetched.start, count), min(found.fetched.stop, count))
@@ -357,8 +357,8 @@ class OffloadedRequests:
     def _arrived(self, hashes: HashArray, start: int, wait: Wait) -> tuple[Found, int]:
         """Pin what has come of a path of which no more is read than ``wait`` says; return where its reads end."""
         if not wait.is_last:
-            return NOTHING, max(wait.stop, start)
-        pinned = find_whole(self._host, hashes[: wait.arrived], start) if self._streams else NOTHING
+            return nothing(), max(wait.stop, start)
+        pinned = find_whole(self._host, hashes[: wait.arrived], start) if self._streams else nothing()
         read = range(min(max(wait.first - start, 0), len(pinned)), len(pinned))
         return pinned.part(0, len(pinned), read), wait.stop
 
@@ -449,7 +449,7 @@ class OffloadedRequests:
         """Pin the blocks of a load that have been read since its last part; False if no others are waited for."""
         tracked, load = self._waiting_for(loading), loading.load
         if tracked is None:
-            return NOTHING, False
+            return nothing(), False
         found, stop = self._look(tracked, tracked.keys_of_pages(self._records)[: load.stop], load.planned)
         if stop is None:
             self._unpin_fetch(tracked)

@@ -104,10 +104,9 @@ class Found(msgspec.Struct, frozen=True, eq=False):
         return Found(self.run.part(first, stop), self.path, self.start + first, fetched=fetched)
 
 
-NOTHING = Found(HostRun(), NO_BLOCKS.hashes, 0)
-"""A look-up that found nothing and pins nothing."""
-NOTHING_YET = msgspec.structs.replace(NOTHING, pending=True)
-"""The same where the first block is being copied to the host."""
+def nothing(*, pending: bool = False) -> Found:
+    """Return the answer of a look-up that found nothing and pins nothing."""
+    return Found(HostRun(), NO_BLOCKS.hashes, 0, pending=pending)
 
 
 class Reading(msgspec.Struct, frozen=True):
@@ -383,7 +382,7 @@ def find_and_pin(host: HostTier, hashes: HashArray, start: int, fetch: int = 0) 
         # The prefetch policy has decided how long to wait for a block that is being read.
         pending = pending and not table.is_reading(hashes[stop].tobytes())
     if stop == start:
-        return NOTHING_YET if pending else NOTHING
+        return nothing(pending=pending)
     return Found(run, hashes, start, pending, fetched)
 
 
@@ -397,12 +396,12 @@ def find_only(host: HostTier, hashes: HashArray, start: int) -> Found:
 def find_whole(host: HostTier, hashes: HashArray, start: int) -> Found:
     """Pin the blocks of a path from ``start`` on; nothing unless all of them are there."""
     if len(hashes) <= start:
-        return NOTHING
+        return nothing()
     found = find_only(host, hashes, start)
     if start + len(found) == len(hashes):
         return found
     host.index.release(found.lease)
-    return NOTHING
+    return nothing()
 
 
 def complete_copies(

@@ -44,7 +44,7 @@ from fdcache.service.wire.protocol import (
 )
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.fetches import FetchTerms, OnDevice
-from fdcache.tiers.host import NOTHING, Deleted, Found, HostCache, Reading
+from fdcache.tiers.host import Deleted, Found, HostCache, Reading, nothing
 from fdcache.tiers.pool import PENDING
 from fdcache.tiers.statistics import ReadTotals, TierUsage, TrafficMeter
 from fdcache.tiers.waiting_fetches import ReadJudge
@@ -243,7 +243,7 @@ class RemoteHostTier:
         """Ask the service to pin runs. Without an answer in time nothing is found, and the session is over."""
         session = self.sessions.session
         if session is None or self._reset_owed:
-            return [NOTHING] * len(paths)
+            return [nothing()] * len(paths)
         return self._ask(session, _limited(paths), fetches)
 
     def fetch_from(self, source: str, hashes: HashArray) -> str:
@@ -306,7 +306,7 @@ class RemoteHostTier:
                 self.sessions.leave(session)
             else:
                 self.sessions.lose(session, str(error))
-            return [NOTHING] * len(paths)
+            return [nothing()] * len(paths)
 
     def _matches(
         self,
@@ -333,7 +333,7 @@ class RemoteHostTier:
             if start + size < len(hashes):
                 self._count_in_flight_miss(session, hashes[start + size])
             if not run:
-                matches.append(NOTHING)
+                matches.append(nothing())
                 continue
             marks = unverified[first:end] if len(unverified) else None
             lease = self.index.add(session.runs, run, marks is not None)
