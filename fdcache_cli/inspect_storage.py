@@ -104,6 +104,8 @@ def show_objects(place: str, verify: bool, json: bool) -> None:
             f"{found['corrupt_blocks']:,} corrupt ({checked})"
         )
         output.print_table(_OBJECTS_HEADER, [_objects_row(each) for each in found["namespaces"]])
+        for name in found["corrupt_objects"]:
+            output.print_line(f"corrupt: {name}")
     if found["corrupt_blocks"]:
         raise typer.Exit(errors.FAILED)
 

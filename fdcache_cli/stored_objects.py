@@ -16,6 +16,7 @@ from fdcache.settings import Settings
 from fdcache.storage.objects.backend import (
     LAYOUT,
     ROOT,
+    DamagedObjectError,
     ObjectBackend,
     ObjectMissingError,
     Stored,
@@ -23,7 +24,7 @@ from fdcache.storage.objects.backend import (
 )
 from fdcache.storage.objects.bucket import LOCAL, Bucket
 from fdcache.storage.objects.folder import SharedFolder
-from fdcache.storage.objects.pack import DamagedObjectError, ObjectFormat
+from fdcache.storage.objects.pack import ObjectFormat
 from fdcache.storage.objects.variables import ObjectSettings
 from fdcache.storage.records import RecordCheck
 from fdcache_cli.slab_files import Selection
@@ -100,9 +101,10 @@ def read_store(
     try:
         stored = list(backend.stored(f"{ROOT}/"))
         namespaces: dict[str, StoredNamespace] = {}
+        corrupt: list[str] = []
         for number, each in enumerate(stored):
             parts = each.name.split("/")
-            if len(parts) != 6 or parts[1] != "1":
+            if len(parts) < 6 or parts[1] != "1":
                 continue
             found = namespaces.get(parts[2]) or _namespace(backend, parts[2])
             namespaces[parts[2]] = found
@@ -112,8 +114,9 @@ def read_store(
             found.oldest, found.newest = min(found.oldest, each.used_at), max(found.newest, each.used_at)
             if found.layout is not None:
                 found.blocks += ObjectFormat(found.layout).count(each.size)
-                if verify:
-                    found.corrupt += _num_corrupt(backend, each.name, each.size, found.layout)
+                if verify and (wrong := _num_corrupt(backend, each.name, each.size, found.layout)):
+                    found.corrupt += wrong
+                    corrupt.append(each.name)
             if on_progress is not None:
                 on_progress("objects", number + 1, len(stored))
     except StoreFailedError as error:
@@ -125,6 +128,7 @@ def read_store(
         "objects": sum(row["objects"] for row in rows),
         "bytes": sum(row["bytes"] for row in rows),
         "corrupt_blocks": sum(row["corrupt_blocks"] for row in rows),
+        "corrupt_objects": sorted(corrupt),
         "verified": verify,
         "namespaces": rows,
     }
@@ -150,7 +154,7 @@ def remove_objects(
         stored = list(backend.stored(f"{ROOT}/"))
         for number, each in enumerate(stored):
             parts = each.name.split("/")
-            if len(parts) != 6 or parts[1] != "1":
+            if len(parts) < 6 or parts[1] != "1":
                 continue
             if parts[2] not in layouts:
                 layouts[parts[2]] = _namespace(backend, parts[2]).layout
@@ -194,7 +198,7 @@ def _namespace(backend: ObjectBackend, fingerprint: str) -> StoredNamespace:
     try:
         text = bytes(backend.read(f"{ROOT}/1/{fingerprint}/{LAYOUT}", 0, _MOST_LAYOUT))
         return StoredNamespace(fingerprint, KVLayout.from_json(text))
-    except (ObjectMissingError, LayoutError):
+    except (ObjectMissingError, DamagedObjectError, LayoutError):
         return StoredNamespace(fingerprint, None)
 
 

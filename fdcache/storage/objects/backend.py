@@ -27,6 +27,10 @@ class ObjectExistsError(Exception):
     """There is an object of this name already."""
 
 
+class DamagedObjectError(Exception):
+    """An object cannot be read, or its page is not one of this layout, or its checksum is wrong. Others are sound."""
+
+
 class StoreFailedError(Exception):
     """The store does not answer, or refuses. The message contains no secret.
 
@@ -51,7 +55,8 @@ class Stored:
 class ObjectBackend(Protocol):
     """A bucket or a folder. Calls block, and come from several threads.
 
-    They raise ``ObjectMissingError``, ``ObjectExistsError`` and ``StoreFailedError``, and nothing else.
+    They raise ``ObjectMissingError``, ``ObjectExistsError``, ``DamagedObjectError`` and ``StoreFailedError``, and
+    nothing else.
     """
 
     @property

@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 from fdcache.errors import ConnectorNotFoundError, StorageError
 from fdcache.storage.objects.backend import (
     ROOT,
+    DamagedObjectError,
     ObjectExistsError,
     ObjectMissingError,
     Stored,
     StoreFailedError,
 )
-from fdcache.storage.objects.files import read_file
+from fdcache.storage.objects.files import NO_FILE, read_file
 from fdcache.storage.objects.variables import ObjectSettings, wrong_bucket
 
 _MARK = ".used"
@@ -224,6 +225,8 @@ class Bucket:
         except (PermissionError, kinds.PermissionDeniedError, kinds.UnauthenticatedError) as error:
             raise StoreFailedError(f"{self._url}: {self._reason(error)}", read_only=True) from None
         except Exception as error:  # noqa: BLE001 - obstore's own; their text may repeat a secret
+            if isinstance(error, OSError) and error.errno in NO_FILE:
+                raise DamagedObjectError(f"{self._url}/{name}: {error.strerror}") from None
             text = str(error)
             if _BEYOND_THE_END.search(text):
                 raise _BeyondTheEndError from None

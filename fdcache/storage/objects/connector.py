@@ -27,6 +27,7 @@ from fdcache.storage.connector import (
 from fdcache.storage.objects.backend import (
     LAYOUT,
     ROOT,
+    DamagedObjectError,
     ObjectBackend,
     ObjectExistsError,
     ObjectMissingError,
@@ -250,13 +251,16 @@ class ObjectConnector:
         if not position:
             self._backend.delete([name])
             return
-        with suppress(ObjectMissingError):
+        with suppress(ObjectMissingError, DamagedObjectError):
             pack = self._own.look_at(name)
             kept = pack.headers[:position]
             if len(kept) == len(pack.headers):
                 return  # another node was faster
             size = self._objects.size(len(kept))
-            data = self._backend.read(name, 0, size)
+            try:
+                data = self._backend.read(name, 0, size)
+            except DamagedObjectError:
+                data = b""
             if len(data) < size:
                 self._backend.delete([name])
                 self._own.catalogue.forget(name)

@@ -14,21 +14,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fdcache.storage.objects.backend import (
+    LAYOUT,
     ROOT,
+    DamagedObjectError,
     ObjectExistsError,
     ObjectMissingError,
     Stored,
     StoreFailedError,
 )
-from fdcache.storage.objects.files import read_file
+from fdcache.storage.objects.files import NO_FILE, read_file
 
 _DRAFT = ".draft"
+_NAME_PARTS = 6
+"""Parts of an object's name: what has as many and is a folder is in an object's place."""
+
 _ABANDONED_SECONDS = 3600.0
 """Age, by the file system's clock, at which a draft has no writer any more."""
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+_UNREADABLE = (errno.EIO, errno.EACCES, errno.EPERM)
+_IN_THE_WAY = (errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST, errno.EACCES, errno.EPERM)
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
@@ -55,11 +62,34 @@ class SharedFolder:
         """Return bytes of a file; a file that was replaced meanwhile is opened once more."""
         with self._failures(name):
             try:
-                return read_file(self._folder / name, offset, length)
+                return self._read(name, offset, length)
             except OSError as error:
                 if error.errno != errno.ESTALE:
                     raise
+            return self._read(name, offset, length)
+
+    def _read(self, name: str, offset: int, length: int) -> memoryview:
+        try:
             return read_file(self._folder / name, offset, length)
+        except OSError as error:
+            if error.errno in NO_FILE or (error.errno in _UNREADABLE and self._can_read_others(name)):
+                raise DamagedObjectError(f"{self._folder / name}: {error.strerror}") from error
+            raise
+
+    def _can_read_others(self, name: str) -> bool:
+        """Return True if the folder can be listed, and its medium answers for the file beside, the layout."""
+        try:
+            os.scandir(self._folder / ROOT).close()
+        except OSError:
+            return False
+        layout = Path(*Path(name).parts[:3], LAYOUT)
+        if str(layout) == name:
+            return True
+        try:
+            read_file(self._folder / layout, 0, 1)
+        except OSError as error:
+            return error.errno in (errno.ENOENT, errno.EACCES, *NO_FILE)
+        return True
 
     def create(self, name: str, content: NDArray[np.uint8]) -> None:
         """Write a file and give it its name, unless that is taken."""
@@ -79,9 +109,17 @@ class SharedFolder:
                 draft.rename(path)
 
     def replace(self, name: str, content: NDArray[np.uint8]) -> None:
-        """Write a file and give it its name."""
+        """Write a file and give it its name. An empty folder of that name is removed."""
+        path = self._folder / name
         with self._draft(name, content) as draft:
-            draft.rename(self._folder / name)
+            try:
+                with suppress(OSError):
+                    path.rmdir()
+                draft.rename(path)
+            except OSError as error:
+                if error.errno not in _IN_THE_WAY:
+                    raise
+                raise DamagedObjectError(f"{path}: {error.strerror}; remove it") from error
 
     @contextmanager
     def _draft(self, name: str, content: NDArray[np.uint8]) -> Iterator[_Draft]:
@@ -138,15 +176,22 @@ class SharedFolder:
                         raise
                     continue  # removed meanwhile
             if is_folder:
-                yield from self._files(Path(entry.path))
+                path = Path(entry.path)
+                yield from self._files(path)
+                if len(path.relative_to(self._folder).parts) == _NAME_PARTS:
+                    yield path, status
             else:
                 yield Path(entry.path), status
 
     def delete(self, names: Iterable[str]) -> None:
-        """Remove files."""
+        """Remove files, and what is in the place of one; a folder goes once it is empty."""
         for name in names:
             with suppress(ObjectMissingError), self._failures(name):
-                (self._folder / name).unlink()
+                try:
+                    (self._folder / name).unlink()
+                except IsADirectoryError:
+                    with suppress(OSError):
+                        (self._folder / name).rmdir()
 
     def close(self) -> None:
         """Keep nothing open: there is nothing to release."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
@@ -10,12 +11,15 @@ from functools import partial
 
 from fdcache import _core
 from fdcache.storage.breaker import CircuitBreaker
-from fdcache.storage.objects.backend import ObjectBackend, ObjectMissingError
+from fdcache.storage.objects.backend import DamagedObjectError, ObjectBackend, ObjectMissingError
 from fdcache.storage.objects.calls import CallPool, GivenUpError
 from fdcache.storage.objects.catalogue import Catalogue, Pack, Place
-from fdcache.storage.objects.pack import PAGE, DamagedObjectError, ObjectFormat
+from fdcache.storage.objects.pack import PAGE, ObjectFormat
+
+log = logging.getLogger(__name__)
 
 _MOST_PROBES = 16
+_MOST_NAMED = 1024
 
 
 @dataclass(slots=True)
@@ -51,6 +55,7 @@ class Locator:
         self._objects = objects
         self._most_records = most_records
         self._breaker = breaker
+        self._named: set[str] = set()
 
     def name(self, block_hash: bytes) -> str:
         """Return the name of the object whose first block this is."""
@@ -62,12 +67,20 @@ class Locator:
         try:
             page = self._backend.read(name, 0, PAGE)
             headers = self._objects.headers(page)
-        except (ObjectMissingError, DamagedObjectError):
+        except (ObjectMissingError, DamagedObjectError) as error:
             self._breaker.succeeded()
             self.catalogue.forget(name)
+            if isinstance(error, DamagedObjectError):
+                self._report(name, error)
             raise
         self._breaker.succeeded()
         return self.catalogue.enter(name, headers)
+
+    def _report(self, name: str, error: DamagedObjectError) -> None:
+        """Log that an object is damaged, the first time."""
+        if name not in self._named and len(self._named) < _MOST_NAMED:
+            self._named.add(name)
+            log.warning("the object %s is damaged, and its blocks count as not stored: %s", name, error)
 
     def find(
         self,

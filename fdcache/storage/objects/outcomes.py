@@ -11,7 +11,12 @@ import numpy as np
 from fdcache.metadata import UInt64Array
 from fdcache.storage.breaker import CircuitBreaker
 from fdcache.storage.connector import Outcome, RecordBatch
-from fdcache.storage.objects.backend import ObjectBackend, ObjectMissingError, StoreFailedError
+from fdcache.storage.objects.backend import (
+    DamagedObjectError,
+    ObjectBackend,
+    ObjectMissingError,
+    StoreFailedError,
+)
 from fdcache.storage.objects.calls import GivenUpError, HangingError
 from fdcache.storage.objects.catalogue import Pack
 from fdcache.storage.objects.pack import ObjectFormat
@@ -46,14 +51,16 @@ class StoreHealth:
         match error:
             case ObjectMissingError():
                 return Outcome.MISS, "not stored"
+            case DamagedObjectError():
+                return Outcome.ERROR, str(error)
             case CancelledError():
                 return Outcome.CANCELLED, "cancelled"
-            case HangingError():
-                reason = f"{self._place}: no answer within {timeout:.3g} s"
-                self._open(self.breaker, reason)
-                return Outcome.TIMEOUT, reason
             case GivenUpError():
-                return Outcome.TIMEOUT, f"{self._place}: not begun within {timeout:.3g} s"
+                has_begun = isinstance(error, HangingError)
+                reason = f"{self._place}: {'no answer' if has_begun else 'not begun'} within {timeout:.3g} s"
+                if has_begun:
+                    self._open(self.breaker, reason)
+                return Outcome.TIMEOUT, reason
             case StoreFailedError():
                 self.is_full = error.no_room
                 self._open(self.writes if error.read_only else self.breaker, str(error))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from fdcache import _core
 from fdcache.layout import KVLayout
 from fdcache.metadata import SLOT_HEADER_BYTES
-from fdcache.storage.objects.backend import Buffer
+from fdcache.storage.objects.backend import Buffer, DamagedObjectError
 
 PAGE = 4096
 MOST_RECORDS = PAGE // SLOT_HEADER_BYTES - 1
@@ -25,10 +25,6 @@ _READY = 2
 
 Headers = tuple[_core.SlotHeader, ...]
 """Header of each record of an object, in the order of the path."""
-
-
-class DamagedObjectError(Exception):
-    """The page of an object is not one of this layout, or its checksum is wrong."""
 
 
 class ObjectFormat:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fdcache._core import CancelFlag
 from fdcache.storage.connector import Outcome
-from fdcache.storage.objects.backend import ObjectMissingError
+from fdcache.storage.objects.backend import DamagedObjectError, ObjectMissingError
 from fdcache.storage.objects.calls import CallPool, Gate
 from fdcache.storage.objects.catalogue import Pack
 from fdcache.storage.objects.locator import Locator
@@ -120,11 +120,15 @@ class BatchRead(BatchInObjects):
         if isinstance(answer, ObjectMissingError):
             self.outcomes[run.blocks] = Outcome.MISS
             return [] if is_last else run.blocks
-        if isinstance(answer, Exception):
+        if isinstance(answer, DamagedObjectError):
+            self.error = self.error or str(answer)
+            answer = [False] * len(run.blocks)
+        elif isinstance(answer, Exception):
             for i in run.blocks:
                 self._failed(i, answer)
             return []
-        self.used.append(run.pack)
+        if any(answer):
+            self.used.append(run.pack)
         wrong = []
         for at, (i, intact) in enumerate(zip(run.blocks, answer, strict=True)):
             self.outcomes[i] = Outcome.OK if intact else Outcome.CORRUPT

@@ -12,12 +12,12 @@ import numpy as np
 
 from fdcache._core import CancelFlag, SlotHeader
 from fdcache.storage.connector import Outcome
-from fdcache.storage.objects.backend import ObjectExistsError, ObjectMissingError
+from fdcache.storage.objects.backend import DamagedObjectError, ObjectExistsError, ObjectMissingError
 from fdcache.storage.objects.calls import CallPool
 from fdcache.storage.objects.catalogue import Pack
 from fdcache.storage.objects.locator import Locator
 from fdcache.storage.objects.outcomes import BatchInObjects
-from fdcache.storage.objects.pack import PAGE, DamagedObjectError
+from fdcache.storage.objects.pack import PAGE
 
 _FRESH_SECONDS = 10.0
 """Age up to which it is believed that an object is still there."""
