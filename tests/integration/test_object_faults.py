@@ -12,6 +12,7 @@ import pytest
 from fdcache.errors import StorageError
 from fdcache.settings import read_settings
 from fdcache.storage.connector import Outcome, StorageState
+from fdcache.storage.objects.backend import StoreFailedError
 from fdcache.storage.objects.bucket import Bucket as Client
 from fdcache.storage.objects.connector import BucketConnector
 from fdcache.storage.objects.variables import ObjectSettings
@@ -254,21 +255,40 @@ def test_no_key_is_in_the_error_of_settings_that_are_wrong(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["s3://id:hidden-text@bucket/blocks", "az://container/blocks?sig=hidden-text"]
+    ("name", "address"),
+    [
+        ("FDCACHE_OBJECT_URL", "s3://id:hidden-text@bucket/blocks"),
+        ("FDCACHE_OBJECT_URL", "az://container/blocks?sig=hidden-text"),
+        ("FDCACHE_OBJECT_URL", "s3://bucket/blocks#hidden-text"),
+        ("FDCACHE_OBJECT_ENDPOINT", "http://id:hidden-text@127.0.0.1:9"),
+        ("FDCACHE_OBJECT_ENDPOINT", "http://127.0.0.1:9/?sig=hidden-text"),
+    ],
 )
-def test_an_address_with_a_secret_is_refused_without_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FDCACHE_STORAGE", "object")
-    monkeypatch.setenv("FDCACHE_OBJECT_URL", url)
-    given = read_settings()
-    problems = [str(each) for each in given.problems if "FDCACHE_OBJECT_URL" in each.variables]
+def test_an_address_with_a_secret_is_refused_without_it(
+    name: str, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"FDCACHE_STORAGE": "object", "FDCACHE_OBJECT_URL": "s3://bucket/blocks", name: address}
+    for each, value in given.items():
+        monkeypatch.setenv(each, value)
+    settings = read_settings()
+    problems = [str(each) for each in settings.problems if name in each.variables]
     assert "FDCACHE_OBJECT_KEY" in problems[0]
-    with pytest.raises(StorageError, match="FDCACHE_OBJECT_KEY") as refused:
-        BucketConnector.require(ObjectSettings(url=url))
+    with pytest.raises(StorageError, match=f"{name}.*FDCACHE_OBJECT_KEY") as refused:
+        BucketConnector.require(settings.settings.group(ObjectSettings))
     shown = [
         everything(run(*command)) for command in (("env", "show"), ("env", "show", "--json"), ("doctor",))
     ]
-    assert all("FDCACHE_OBJECT_URL" in text for text in shown)
+    assert all(name in text for text in shown)
     assert not any("hidden-text" in text for text in (*problems, str(refused.value), *shown))
+
+
+def test_an_error_of_the_store_shows_no_user_and_no_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT", "http://id:hidden-text@127.0.0.1:9/?sig=hidden-text")
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    client = Client(ObjectSettings(url="s3://bucket/blocks", key_id=KEY_ID, key=KEY), 1.0)
+    with pytest.raises(StoreFailedError, match="performing GET") as failed:
+        client.read("none", 0, 1)
+    assert "hidden-text" not in str(failed.value)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from fdcache.storage.objects.backend import (
     StoreFailedError,
 )
 from fdcache.storage.objects.files import NO_FILE, read_file
-from fdcache.storage.objects.variables import ObjectSettings, wrong_bucket
+from fdcache.storage.objects.variables import ObjectSettings, bucket_faults
 
 _MARK = ".used"
 """End of the name of an empty object whose time is when the object of the name before it was last used."""
@@ -57,10 +57,10 @@ def load_obstore() -> Any:
 
 
 def require_bucket(settings: ObjectSettings) -> str:
-    """Return the address of the bucket. Raises ``StorageError`` without obstore, or without an address."""
+    """Return the address of the bucket. Raises ``StorageError`` without obstore, or for wrong settings."""
     load_obstore()
-    if (wrong := wrong_bucket(settings.url)) is not None:
-        raise StorageError(f"FDCACHE_OBJECT_URL: {wrong}; write s3://bucket/folder")
+    for name, wrong, right in bucket_faults(settings):
+        raise StorageError(f"{name}: {wrong}; {right}")
     assert settings.url is not None
     return settings.url
 
@@ -236,9 +236,9 @@ class Bucket:
             raise StoreFailedError(reason, no_room="No space left" in text) from None
 
     def _reason(self, error: Exception) -> str:
-        """Return the first line of an error, without queries of addresses, answers of servers and secrets."""
+        """Return the first line of an error, without users or queries of addresses, answers of servers and secrets."""
         text = str(error).partition("\n")[0].partition("<")[0]
-        text = re.sub(r"\?\S*", "", text)
+        text = re.sub(r"(?<=://)\S*@", "", re.sub(r"\?\S*", "", text))
         for secret in self._secrets:
             text = text.replace(secret, "***")
         return text.strip(" :")[:_MOST_TEXT] or type(error).__name__

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated
 
 from pydantic import PlainSerializer
 
 from fdcache.settings.extensions import Extension, GivenSettings
-from fdcache.settings.kinds import MASK, Kind, Secret, Text, Url, mask_url, parse_text
+from fdcache.settings.kinds import MASK, URL, Kind, Secret, Text, mask_url, parse_text
 from fdcache.settings.problems import Problem
 from fdcache.settings.variable import Component, Group, variable
 
 SCHEMES = ("s3", "gs", "az", "file")
 
 
+def mask_endpoint(url: str) -> str:
+    """Hide the user, the password, the query and the fragment of an address."""
+    return re.sub(r"([?#]).*", rf"\1{MASK}", mask_url(url), flags=re.DOTALL)
+
+
 def mask_bucket(url: str) -> str:
-    """Hide the user, the password and the query of an address; a folder's name is shown as it is."""
-    if url.startswith("file://"):
-        return url
-    return re.sub(r"\?.*", f"?{MASK}", mask_url(url), flags=re.DOTALL)
+    """Hide the same in the address of a bucket; a folder's name is shown as it is."""
+    return url if url.startswith("file://") else mask_endpoint(url)
 
 
+ENDPOINT = replace(URL, example="an address such as https://minio:9000", mask=mask_endpoint)
+EndpointUrl = Annotated[str, ENDPOINT, PlainSerializer(mask_endpoint, when_used="json")]
 BUCKET = Kind("address", "an address", "an address such as s3://bucket/folder", parse_text, mask=mask_bucket)
 BucketUrl = Annotated[str, BUCKET, PlainSerializer(mask_bucket, when_used="json")]
 
@@ -38,7 +44,7 @@ class ObjectSettings(Group):
         "Bucket of object storage, and a folder in it: s3://bucket/folder, gs://bucket/folder, az://container/folder "
         "or file:///folder.",
     )
-    endpoint: Url | None = variable(
+    endpoint: EndpointUrl | None = variable(
         "FDCACHE_OBJECT_ENDPOINT",
         None,
         "Address of a store with the interface of S3 or Azure, such as https://minio:9000. Unset, the provider's.",
@@ -62,8 +68,17 @@ class ObjectSettings(Group):
     )
 
 
-def wrong_bucket(url: str | None) -> str | None:
-    """Return why object storage cannot use an address, without a secret that it has; None if it can."""
+def bucket_faults(settings: ObjectSettings) -> Iterator[tuple[str, str, str]]:
+    """Yield each variable with which object storage cannot work, what is wrong, and the remedy, without a secret."""
+    if (wrong := _wrong_url(settings.url)) is not None:
+        yield "FDCACHE_OBJECT_URL", wrong, "set FDCACHE_OBJECT_URL, such as s3://bucket/folder"
+    endpoint = settings.endpoint or ""
+    if endpoint != (shown := mask_endpoint(endpoint)):
+        wrong = f"{shown} has a user, a query or a fragment: keys belong into FDCACHE_OBJECT_KEY"
+        yield "FDCACHE_OBJECT_ENDPOINT", wrong, "set FDCACHE_OBJECT_ENDPOINT, such as https://minio:9000"
+
+
+def _wrong_url(url: str | None) -> str | None:
     if url is None:
         return "object storage needs the address of a bucket"
     scheme, colon, rest = url.partition("://")
@@ -77,9 +92,8 @@ def wrong_bucket(url: str | None) -> str | None:
 def _check(settings: GivenSettings) -> Iterator[Problem]:
     if settings.storage_tier.connector.lower() != "object":
         return
-    if (wrong := wrong_bucket(settings.group(ObjectSettings).url)) is not None:
-        right = "set FDCACHE_OBJECT_URL, such as s3://bucket/folder"
-        yield settings.conflict(("FDCACHE_STORAGE", "FDCACHE_OBJECT_URL"), wrong, right)
+    for name, wrong, right in bucket_faults(settings.group(ObjectSettings)):
+        yield settings.conflict(("FDCACHE_STORAGE", name), wrong, right)
 
 
 EXTENSION = Extension({"object": ObjectSettings}, check=_check)
