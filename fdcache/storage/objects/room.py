@@ -19,7 +19,7 @@ _SHARE_KEPT = 15 / 16
 
 _LEAST_SHARE = 64
 _NODES = 16
-"""A node sweeps after it has written this part of what was free. So as many nodes stay within the size."""
+"""A node sweeps after it has written a 16th of what was free, but not less than a 64th of the size."""
 
 _INTERVALS = 8
 """Intervals between the median use and the newest: a few objects of a wrong date do not change their length."""
