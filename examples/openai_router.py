@@ -5,6 +5,8 @@
 A request goes to the prefill engine with the least to do, which answers with one token and the parameters of the
 hand-over, and with these to a decode engine. An engine that fails costs time and no request: another one is asked, and
 without any prefill engine decode computes the prompt. An engine that decode has lost in the middle of a stream ends it.
+An engine that is stopped, or whose machine is gone without a word, gets no new requests, and keeps those that it has
+until its connections end.
 With --at-once decode is asked together with a prefill engine that has handed over before, and waits for its blocks.
 
     GET  /health            200 while a decode engine answers
@@ -80,10 +82,10 @@ class Router:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self.client = httpx.AsyncClient(timeout=timeout, limits=limits)
 
-    def engine(self, url: str) -> Engine:
-        """Return the engine at an address. Raises ``HTTPException``."""
-        found = next((each for each in self.engines if each.url == url.rstrip("/")), None)
-        if found is None:
+    def engines_at(self, url: str) -> list[Engine]:
+        """Return the engine at an address, in each of its roles. Raises ``HTTPException``."""
+        found = [each for each in self.engines if each.url == url.rstrip("/")]
+        if not found:
             raise HTTPException(404, f"no engine at {url}")
         return found
 
@@ -221,19 +223,30 @@ class Router:
                 engine.in_flight -= 1
         raise HTTPException(503, "no decode engine answers")
 
+    async def models(self, headers: dict[str, str]) -> Response:
+        """Return the models of a decode engine, of another if one fails. Raises ``HTTPException`` without any."""
+        while (engine := self.choose("decode", ())) is not None:
+            try:
+                answer = await self.client.get(
+                    f"{engine.url}/v1/models", headers=headers, timeout=_CHECK_TIMEOUT
+                )
+            except httpx.HTTPError as error:
+                self.failed(engine, error)
+            else:
+                return Response(answer.content, answer.status_code, media_type="application/json")
+        raise HTTPException(503, "no decode engine answers")
+
     async def answer(self, path: str, request: Request) -> Response:
         """Answer a request of a client."""
         body = await _body_of(request)
-        headers = {"X-Request-Id": request.headers.get("X-Request-Id") or uuid.uuid4().hex}
-        if (key := request.headers.get("Authorization")) is not None:
-            headers["Authorization"] = key
+        headers = _headers_of(request)
         parameters = self.begin_prefill(path, dict(body), headers)
         try:
             parameters = parameters or await self.prefill(path, body, headers)
         except RefusedError as refused:
             return Response(refused.answer.content, refused.answer.status_code, media_type="application/json")
         if parameters:
-            body[_PARAMETERS] = {**body.get(_PARAMETERS, {}), **parameters}
+            body[_PARAMETERS] = {**(body.get(_PARAMETERS) or {}), **parameters}
         opened = self.decode(path, body, headers)
         answer = await opened.__aenter__()
 
@@ -241,7 +254,7 @@ class Router:
             try:
                 async for piece in answer.aiter_raw():
                     yield piece
-            finally:  # also when the client has gone: decode then aborts the request
+            finally:  # also when the client goes meanwhile: decode then aborts the request
                 await opened.__aexit__(None, None, None)
 
         kept = {
@@ -250,6 +263,14 @@ class Router:
             if name in ("content-type", "content-encoding")
         }
         return StreamingResponse(pieces(), answer.status_code, kept)
+
+
+def _headers_of(request: Request) -> dict[str, str]:
+    """Return what engines are told of a client's headers: its name of the request, and its key."""
+    headers = {"X-Request-Id": request.headers.get("X-Request-Id") or uuid.uuid4().hex}
+    if (key := request.headers.get("Authorization")) is not None:
+        headers["Authorization"] = key
+    return headers
 
 
 async def _body_of(request: Request) -> dict[str, Any]:
@@ -292,11 +313,8 @@ def make_app(prefill: Sequence[str], decode: Sequence[str], *, at_once: bool = F
         return await router.answer("/v1/chat/completions", request)
 
     @app.get("/v1/models")
-    async def models() -> Response:
-        if (engine := router.choose("decode", ())) is None:
-            raise HTTPException(503, "no decode engine answers")
-        answer = await router.client.get(f"{engine.url}/v1/models")
-        return Response(answer.content, answer.status_code, media_type="application/json")
+    async def models(request: Request) -> Response:
+        return await router.models(_headers_of(request))
 
     @app.get("/health")
     async def health() -> Response:
@@ -310,18 +328,32 @@ def make_app(prefill: Sequence[str], decode: Sequence[str], *, at_once: bool = F
     async def drain(action: str, url: str) -> Response:
         if action not in ("drain", "resume"):
             raise HTTPException(404, "drain or resume")
-        engine = router.engine(url)
-        engine.is_draining = action == "drain"
-        return JSONResponse({**vars(engine), "is_usable": engine.is_usable})
+        engines = router.engines_at(url)
+        for engine in engines:
+            engine.is_draining = action == "drain"
+        return JSONResponse([{**vars(engine), "is_usable": engine.is_usable} for engine in engines])
 
     return app
+
+
+def _url(text: str) -> str:
+    """Return the address of an engine. Raises ``ArgumentTypeError``."""
+    try:
+        url = httpx.URL(text)
+    except httpx.InvalidURL as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no address: {error}; write http://host:port"
+        ) from error
+    if url.scheme not in ("http", "https") or not url.host:
+        raise argparse.ArgumentTypeError(f"{text!r} is no address of an engine; write http://host:port")
+    return text
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serve until a signal."""
     parser = argparse.ArgumentParser(prog="python -m examples.openai_router")
-    parser.add_argument("--prefill", nargs="+", required=True, metavar="URL")
-    parser.add_argument("--decode", nargs="+", required=True, metavar="URL")
+    parser.add_argument("--prefill", nargs="+", type=_url, required=True, metavar="URL")
+    parser.add_argument("--decode", nargs="+", type=_url, required=True, metavar="URL")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--at-once", action="store_true", help="ask decode together with prefill")

@@ -37,7 +37,7 @@ from fdcache.settings import Settings
 from fdcache.settings.peers import PeerSettings
 from fdcache.tiers.statistics import HandoverCount, HandoverTally
 from fdcache.transfer.factory import require_connector
-from fdcache.transfer.messages import MOST_NAME
+from fdcache.transfer.messages import unsendable
 
 _TERMS = (
     "FD_PREFILL_WAIT_DECODE_RESOURCE_SECONDS",
@@ -233,10 +233,8 @@ class HandoverTasks(ABC, Generic[SendT, FetchT]):
 
     def _require_new(self, transfer: str) -> None:
         """Raise ``RequestStateError`` for a name that another send has, or that no peer would read."""
-        if len(transfer) > MOST_NAME:
-            raise RequestStateError(
-                f"the name of the transfer has {len(transfer)} characters; give it one of at most {MOST_NAME}"
-            )
+        if (fault := unsendable(transfer)) is not None:
+            raise RequestStateError(fault)
         if transfer in self._named:
             raise RequestStateError(
                 f"transfer {transfer!r} is being sent already; give each request a name of its own"

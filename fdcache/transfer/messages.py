@@ -29,6 +29,7 @@ MOST_BYTES = 16 << 20
 """Longest message that is read."""
 MOST_NAME = 4096
 """Characters of the name of a transfer: both sides remember thousands of names."""
+MOST_ATTEMPT = 2**63 - 1
 MOST_WORDS = 1000
 """Characters that are taken of a peer's words, which log lines and reports show."""
 
@@ -40,6 +41,17 @@ class Envelope(NamedTuple):
 
     sender: bytes
     target: bytes
+
+
+def unsendable(transfer: str, attempt: int = 0) -> str | None:
+    """Return why no message can have this name of a transfer and number of an attempt, None if one can."""
+    if len(transfer) > MOST_NAME:
+        return f"the name of the transfer has {len(transfer)} characters; give it one of at most {MOST_NAME}"
+    if not transfer.isascii() and transfer.encode(errors="ignore").decode() != transfer:
+        return f"the name of the transfer, {transfer[:MOST_WORDS]!a}, has characters that UTF-8 cannot encode"
+    if not 0 <= attempt <= MOST_ATTEMPT:
+        return f"attempt {attempt} is not a number from 0 to {MOST_ATTEMPT}"
+    return None
 
 
 Name = Annotated[str, msgspec.Meta(max_length=MOST_NAME)]

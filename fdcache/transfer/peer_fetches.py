@@ -18,7 +18,7 @@ from fdcache.tiers.statistics import HandoverTally
 from fdcache.transfer.connector import HandoverView, LocalPlanes, Pieces, ReadOrder, Sharing, pieces_of
 from fdcache.transfer.decode import BeginRead, ComputeTargetSums, DecodeSide, FetchEnd, FetchEnded, PeerFetch
 from fdcache.transfer.links import Links, LinkState, Outgoing
-from fdcache.transfer.messages import MOST_NAME
+from fdcache.transfer.messages import unsendable
 
 
 @dataclass(slots=True, eq=False)
@@ -157,10 +157,8 @@ class PeerFetches:
             gathering.legs[leg.number] = self._legs[leg.number] = leg
         if TransferRole(self._settings.role) is TransferRole.PREFILL:
             refusal = "FDCACHE_TRANSFER_ROLE=prefill reads from nobody"
-        elif len(task.transfer) > MOST_NAME:
-            refusal = (
-                f"the name of the transfer has {len(task.transfer)} characters; at most {MOST_NAME} are taken"
-            )
+        elif (fault := unsendable(task.transfer, task.attempt)) is not None:
+            refusal = fault
         elif len(task.addresses) != sharing.layout.tp_size:
             refusal = f"{len(task.addresses)} addresses of a peer with {sharing.layout.tp_size} ranks"
         else:
@@ -256,7 +254,7 @@ class PeerFetches:
 
     def _remember_over(self, leg: Leg) -> None:
         key = leg.address, leg.task.transfer
-        if len(leg.task.transfer) > MOST_NAME:  # no peer has heard of it
+        if unsendable(leg.task.transfer, leg.task.attempt):  # no peer has heard of it
             return
         self._over[key] = leg.task.attempt
         self._over.move_to_end(key)

@@ -67,8 +67,10 @@ class StandIn:
         """Answer that it is healthy."""
         return Response()
 
-    async def models(self) -> Response:
-        """Answer with the own name."""
+    async def models(self, request: Request) -> Response:
+        """Answer with the own name to who has the key."""
+        if request.headers.get("Authorization") != "Bearer key":
+            return Response(status_code=401)
         return JSONResponse({"served_by": self.name})
 
     async def complete(self, request: Request) -> Response:
@@ -208,7 +210,6 @@ def test_a_stream_is_passed_on(deployed: Deployment) -> None:
     answer = deployed.ask(stream=True, stream_options={"include_usage": True})
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert answer.text == "data: 0\n\ndata: 1\n\ndata: 2\n\n"
-    assert deployed.client.get("/v1/models").json()["served_by"] in ("d0", "d1")
     until(
         lambda: not any(deployed.state(name)["in_flight"] for name in deployed.served), "the end of requests"
     )
@@ -245,10 +246,48 @@ def test_a_wrong_request_is_for_no_other_engine(deployed: Deployment) -> None:
 def test_an_engine_that_is_drained_gets_no_requests(deployed: Deployment) -> None:
     for name in ("p0", "d1"):
         drained = deployed.client.post("/engines/drain", params={"url": deployed.served[name].url})
-        assert drained.json()["is_usable"] is False
+        assert [each["is_usable"] for each in drained.json()] == [False]
     assert [deployed.ask().json() for _ in range(3)] == [{"by": "d0", "from": "p1"}] * 3
     deployed.client.post("/engines/resume", params={"url": deployed.served["d1"].url})
     deployed.client.post("/engines/drain", params={"url": deployed.served["d0"].url})
     assert deployed.ask().json()["by"] == "d1"
     assert deployed.client.post("/engines/drain", params={"url": "http://nobody"}).status_code == 404
     assert deployed.client.post("/engines/other", params={"url": "http://nobody"}).status_code == 404
+
+
+def test_parameters_that_are_null_are_none(deployed: Deployment) -> None:
+    answer = deployed.ask(kv_transfer_params=None)
+    assert answer.status_code == 200
+    assert answer.json()["from"] in ("p0", "p1")
+
+
+def test_models_are_those_of_an_engine_that_answers(deployed: Deployment) -> None:
+    headers = {"Authorization": "Bearer key"}
+    deployed.served["d0"].close()
+    for _ in range(2):
+        assert deployed.client.get("/v1/models", headers=headers).json() == {"served_by": "d1"}
+    assert deployed.client.get("/v1/models").status_code == 401
+
+
+def test_an_engine_of_both_roles_is_drained_in_both() -> None:
+    both = StandIn("b")
+    with ExitStack() as stack:
+        url = stack.enter_context(Served(both.app)).url
+        router = stack.enter_context(Served(make_app([url], [url])))
+        client = stack.enter_context(httpx.Client(base_url=router.url, timeout=60.0))
+        drained = client.post("/engines/drain", params={"url": url}).json()
+        assert [(each["role"], each["is_usable"]) for each in drained] == [
+            ("prefill", False),
+            ("decode", False),
+        ]
+        assert client.get("/health").status_code == 503
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "127.0.0.1:8000", "ftp://a", "http://"])
+def test_what_is_no_address_of_an_engine_is_refused_at_the_start(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        openai_router.main(["--prefill", "http://a:1", "--decode", url])
+    assert ended.value.code == 2
+    assert "write http://host:port" in capsys.readouterr().err

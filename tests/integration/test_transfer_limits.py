@@ -102,6 +102,28 @@ def test_a_name_that_no_peer_reads_costs_its_own_hand_over_alone(prefill: Instan
     assert prefill.transfers.protocol_errors == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "attempt", "fault"),
+    [
+        ("x\ud800", 1, "UTF-8 cannot encode"),
+        ("c", -1, "attempt -1 is not"),
+        ("c", 2**64, "is not a number from 0"),
+    ],
+)
+def test_what_no_message_can_have_costs_its_own_hand_over_alone(
+    prefill: Instance, tmp_path: Path, name: str, attempt: int, fault: str
+) -> None:
+    with Instance("decode", tmp_path, "d") as mine:
+        mine.fetch(Request("a", prompt_of(1, 4)), prefill.source("a"))
+        mine.fetch(Request("b", prompt_of(2, 4)), prefill.source(name, attempt))
+        mine.until(lambda: mine.outcomes, prefill)
+        assert [each.request_id for each in mine.outcomes] == ["b"]
+        assert fault in str(mine.outcomes[0].error_message)
+        mine.until(lambda: [each.state for each in mine.transfers.peers] == ["accepted"], prefill)
+    assert prefill.transfers.protocol_errors == 0
+    hand_over(prefill, "e")
+
+
 def test_a_peer_that_describes_itself_with_endless_names_is_refused(prefill: Instance) -> None:
     """Views and counts have its address."""
     with outsider(prefill.address) as peer:
