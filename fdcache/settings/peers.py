@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
+import socket
 from enum import StrEnum
 from pathlib import Path
 
@@ -17,23 +20,37 @@ class TransferRole(StrEnum):
     DECODE = "decode"
 
 
-ANY_HOST = ("*", "0.0.0.0", "[::]")
-"""Hosts at which a process listens, and to which nobody connects."""
 ADDRESS_FORMS = "write ipc:///directory/name or tcp://host:port"
 _LEAST_KEY_BYTES = 16
+_HOST = re.compile(r"[A-Za-z0-9\[:][A-Za-z0-9.\-:%_\[\]]*")
+"""What ZeroMQ can connect to; it refuses other hosts, or reads them as more than a host."""
 
 
 def address_fault(address: str, rank: int = 0) -> tuple[str, str] | None:
     """Return why a rank cannot answer peers if rank 0 has this address, and the remedy; None if it can."""
     scheme, _, rest = address.partition("://")
     host, _, port = rest.rpartition(":")
-    if scheme == "tcp" and host in ANY_HOST:
+    if scheme == "tcp" and _is_any_host(host):
         return "peers connect to this address", "write the host by which they reach it"
-    if scheme == "tcp" and host and is_port(port) and 0 < int(port) + rank < 65536:
+    if scheme == "tcp" and _HOST.fullmatch(host) and is_port(port) and 0 < int(port) + rank < 65536:
         return None
-    if scheme == "ipc" and rest.startswith("/"):
+    if scheme == "ipc" and rest.startswith("/") and rest.isprintable():
         return None
     return f"no address at which rank {rank} can answer peers", ADDRESS_FORMS
+
+
+def _is_any_host(host: str) -> bool:
+    """Return True for a host at which a process listens, and to which nobody connects, however it is written."""
+    if host == "*":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        pass
+    try:
+        return socket.inet_aton(host) == bytes(4)  # such as 0, 0.0 and 000.0.0.0
+    except OSError:
+        return False
 
 
 def key_fault(key: str) -> tuple[str, str] | None:

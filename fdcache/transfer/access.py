@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import re
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -18,11 +17,7 @@ from zmq.utils import z85
 from fdcache.errors import ConfigurationError, TransferError
 from fdcache.service.wire.address import default_runtime_dir, make_runtime_dir
 from fdcache.service.wire.liveness import LiveFile, live_processes
-from fdcache.settings.kinds import is_port
-from fdcache.settings.peers import ADDRESS_FORMS, ANY_HOST, address_fault, key_fault
-
-_HOST = re.compile(r"[A-Za-z0-9\[:][A-Za-z0-9.\-:%_\[\]]*")
-"""What ZeroMQ can connect to; it refuses other hosts, or reads them as more than a host."""
+from fdcache.settings.peers import ADDRESS_FORMS, address_fault, key_fault
 
 
 def rank_address(address: str | None, rank: int, setting: str = "FDCACHE_TRANSFER_ADDRESS") -> str:
@@ -41,12 +36,7 @@ def rank_address(address: str | None, rank: int, setting: str = "FDCACHE_TRANSFE
 
 def require_peer_address(address: str) -> None:
     """Raise ``TransferError`` for an address that no rank of a peer can have."""
-    scheme, _, rest = address.partition("://")
-    host, _, port = rest.rpartition(":")
-    is_host = _HOST.fullmatch(host) is not None and host not in ANY_HOST
-    is_socket = scheme == "ipc" and rest.startswith("/") and rest.isprintable()
-    is_port_of_host = scheme == "tcp" and is_host and is_port(port) and 0 < int(port) < 65536
-    if not (is_socket or is_port_of_host):
+    if address_fault(address) is not None:
         raise TransferError(f"address {address[:200]!r} of a prefill peer: {ADDRESS_FORMS}")
 
 

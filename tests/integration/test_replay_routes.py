@@ -19,7 +19,7 @@ from fdcache.service.server.event_publisher import EventPublisher
 from fdcache.service.server.notes_file import NotesFile
 from fdcache.service.server.router_feed import RouterFeed
 from fdcache.service.wire.protocol import DescribedPath
-from fdcache.service.wire.router_events import EventBatch, RouterBlockStored
+from fdcache.service.wire.router_events import AllBlocksCleared, EventBatch, RouterBlockStored
 from fdcache.tiers.pool import EVENT_REMOVED, EVENT_STORED
 from tests.service_engine import BLOCK, layout
 from tests.service_help import until
@@ -156,12 +156,18 @@ def test_after_a_missing_message_all_blocks_are_asked_for(tmp_path: Path) -> Non
         publisher.bind(address)
         node = NodeBlocks(address, paths)
         assert publisher.recv() == b"\x01"
-        for number, event in ((7, stored(0, 4)), (8, stored(4, 2))):
-            payload = msgspec.msgpack.encode(EventBatch(0.0, [event], 0))
+
+        def tell(number: int, *events: object) -> None:
+            payload = msgspec.msgpack.encode(EventBatch(0.0, list(events), 0))
             publisher.send_multipart((b"kv@node@m", number.to_bytes(8, "big"), payload))
+
+        tell(6, stored(7, 1))  # before all blocks are told, which the subscription asks for
+        tell(7, AllBlocksCleared(), stored(0, 4))
+        tell(8, stored(4, 2))
         knows(node, path, 6)
-        payload = msgspec.msgpack.encode(EventBatch(0.0, [stored(6, 2)], 0))
-        publisher.send_multipart((b"kv@node@m", (10).to_bytes(8, "big"), payload))
+        tell(10, stored(7, 1))  # 9 told of its parent
         knows(node, path, 0)
         assert [publisher.recv(), publisher.recv()] == [b"\x00", b"\x01"]
+        tell(11, AllBlocksCleared(), stored(0, 8))
+        knows(node, path, 8)
         node.close()

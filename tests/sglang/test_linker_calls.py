@@ -298,16 +298,21 @@ def test_what_has_gone_is_computed_by_one_rank_and_fails_on_all_of_several(ranks
         assert loaded(made, "b", keys, [5, 6, 7, 8])
 
 
+def late_load(made: FdcacheLinker, keys: list[str], stream: CpuStream, patch: pytest.MonkeyPatch) -> int:
+    """Begin to load four pages behind a stream; return the index of their batch."""
+    assert stored(made, keys, [1, 2, 3, 4])
+    patch.setattr(made._slots, "current_stream", lambda: stream)
+    assert made.lookup("a", transfer(keys)) == [4]
+    assert made.load("a", transfer(keys, [9, 10, 11, 12]))
+    return made.start_layer_wise_loading()
+
+
 def test_a_load_that_is_late_writes_nothing_once_it_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang gives its slots to other requests then."""
     keys, gate, stream = hex_keys(4), CpuEvent(), CpuStream(1)
     stream.wait_event(gate)
     with linker(mha(), FDCACHE_PLAN_TIMEOUT="200ms") as made:
-        assert stored(made, keys, [1, 2, 3, 4])
-        monkeypatch.setattr(made._slots, "current_stream", lambda: stream)
-        assert made.lookup("a", transfer(keys)) == [4]
-        assert made.load("a", transfer(keys, [9, 10, 11, 12]))
-        index = made.start_layer_wise_loading()
+        index = late_load(made, keys, stream, monkeypatch)
         opened = threading.Timer(0.6, gate.set)
         opened.start()
         assert not made.finish_layer_wise_loading(index)
@@ -327,11 +332,7 @@ def test_copies_that_do_not_end_end_the_engine_by_name(
     keys, gate, stream = hex_keys(4), CpuEvent(), CpuStream(1)
     stream.wait_event(gate)
     with linker(mha(), FDCACHE_PLAN_TIMEOUT="200ms") as made:
-        assert stored(made, keys, [1, 2, 3, 4])
-        monkeypatch.setattr(made._slots, "current_stream", lambda: stream)
-        assert made.lookup("a", transfer(keys)) == [4]
-        assert made.load("a", transfer(keys, [9, 10, 11, 12]))
-        index = made.start_layer_wise_loading()
+        index = late_load(made, keys, stream, monkeypatch)
         monkeypatch.setattr(pool_tier, "COPIES_END_WITHIN", 0.5)
         with pytest.raises(DeviceLostError, match="pool kv"):
             made.reset() if is_flushed else made.finish_layer_wise_loading(index)

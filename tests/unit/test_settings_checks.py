@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from fdcache.errors import ConfigurationError
+from fdcache.errors import ConfigurationError, TransferError
 from fdcache.integrations.fastdeploy.variables import FALLBACKS, GRID, MODE, SPLIT
 from fdcache.layout import KVLayout
 from fdcache.machine.memory import MemoryLimits
 from fdcache.settings import VARIABLES, Settings, SettingsError, Severity, Source, read_settings
 from fdcache.settings.checks import cross_checks
 from fdcache.settings.sources import Sourced
-from fdcache.transfer.access import rank_address
+from fdcache.transfer.access import rank_address, require_peer_address
 
 PLENTY = MemoryLimits(machine=1 << 50, cgroup=None)
 
@@ -284,6 +284,14 @@ def test_hand_overs_in_the_network_need_a_key() -> None:
         ("tcp://0.0.0.0:7411", 1),
         ("tcp://*:7411", 1),
         ("tcp://[::]:7411", 1),
+        ("tcp://[0::0]:7411", 1),
+        ("tcp://0:7411", 1),
+        ("tcp://0.0:7411", 1),
+        ("tcp://000.000.000.000:7411", 1),
+        ("tcp:// h:7411", 1),
+        ("tcp://user@h:7411", 1),
+        ("tcp://a:1;b:7411", 1),
+        ("ipc:///a\nb", 1),
         ("tcp://h:65535", 2),
         ("h:7411", 1),
     ],
@@ -295,6 +303,9 @@ def test_addresses_at_which_no_peer_can_ask_are_reported_as_an_engine_refuses_th
     assert conflicts_of({**environ, "FDCACHE_TRANSFER_ADDRESS": address}) == [("FDCACHE_TRANSFER_ADDRESS",)]
     with pytest.raises(ConfigurationError):
         rank_address(address, ranks - 1)
+    if ranks == 1:
+        with pytest.raises(TransferError):
+            require_peer_address(address)
     assert conflicts_of({**environ, "FDCACHE_TRANSFER_ADDRESS": "tcp://10.0.0.1:65534"}) == []
 
 

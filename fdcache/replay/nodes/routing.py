@@ -124,7 +124,8 @@ class NodeBlocks:
         self._paths = paths
         self._tiers: dict[int, set[tuple[str, int | None]]] = {}
         self._expected: dict[int, float] = {}
-        self._number: int | None = None
+        self._number = 0
+        self._is_behind = True
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
@@ -152,13 +153,17 @@ class NodeBlocks:
                 self._take(int.from_bytes(number, "big"), _decoder.decode(payload).events)
 
     def _take(self, number: int, events: list[dict[str, Any]]) -> None:
-        """Take a message; where one before it is missing, ask for all blocks."""
-        is_whole = bool(events) and events[0]["type"] == "AllBlocksCleared"
-        if self._number is not None and number != self._number + 1 and not is_whole:
+        """Take a message; where one before it is missing, ask for all blocks, and take none until they come."""
+        if events and events[0]["type"] == "AllBlocksCleared":
+            self._is_behind = False
+        elif number != self._number + 1 and not self._is_behind:
+            self._is_behind = True
             self._tiers.clear()
             self._socket.setsockopt(zmq.UNSUBSCRIBE, b"")
             self._socket.setsockopt(zmq.SUBSCRIBE, b"")
         self._number = number
+        if self._is_behind:
+            return
         for event in events:
             if event["type"] == "AllBlocksCleared":
                 self._tiers.clear()
