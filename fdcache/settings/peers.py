@@ -30,19 +30,18 @@ def address_fault(address: str, rank: int = 0) -> tuple[str, str] | None:
     """Return why a rank cannot answer peers if rank 0 has this address, and the remedy; None if it can."""
     scheme, _, rest = address.partition("://")
     host, _, port = rest.rpartition(":")
-    if scheme == "tcp" and _is_any_host(host):
+    is_host = _HOST.fullmatch(host) is not None
+    if scheme == "tcp" and (host == "*" or (is_host and _is_unspecified(host))):
         return "peers connect to this address", "write the host by which they reach it"
-    if scheme == "tcp" and _HOST.fullmatch(host) and is_port(port) and 0 < int(port) + rank < 65536:
+    if scheme == "tcp" and is_host and is_port(port) and 0 < int(port) + rank < 65536:
         return None
     if scheme == "ipc" and rest.startswith("/") and rest.isprintable():
         return None
     return f"no address at which rank {rank} can answer peers", ADDRESS_FORMS
 
 
-def _is_any_host(host: str) -> bool:
-    """Return True for a host at which a process listens, and to which nobody connects, however it is written."""
-    if host == "*":
-        return True
+def _is_unspecified(host: str) -> bool:
+    """Return True for 0.0.0.0 and [::], at which a process listens and to which nobody connects, however written."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_unspecified
     except ValueError:
